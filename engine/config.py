@@ -48,7 +48,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    policy: str  # due | car | car-hidden | priority | fcfs
+    policy: str  # due | car | fcfs
     patience: float  # seconds of waiting that a second of work is worth to the policy `due`
     itl_target_s: float | None  # longest step with decoding sequences; 0: no target; None: best for all that wait
     max_seqs: int  # running at once
@@ -76,8 +76,8 @@ class ExperimentConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     hbm_high_water: float  # share of HBM in use above which saved KV leaves it in the background; 1: never
     hbm_low_water: float  # share of HBM in use down to which it leaves
-    scores: bool  # CaR's scores, of blocks that requests in the window or running need
-    window: int  # places of the shuffled window; 0: from HBM and the mean session
+    scores: bool  # `car` scores blocks that requests in the window, or running ones, need
+    window: int  # places of the window of `car`; 0: from HBM and the mean session
     chunked_prefill: bool
     truncation_mode: str  # decoupled | recompute
     truncation_ratio: float  # share of the window that is dropped at an overflow

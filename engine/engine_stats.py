@@ -14,7 +14,6 @@ from reprise.engine.step.drawing import Drawing
 from reprise.engine.step.moves import StepMoves
 from reprise.engine.step.ports import DraftMaker
 from reprise.engine.step.verify import Verifier
-from reprise.scheduler.queues.window import ShuffledWindow
 from reprise.scheduler.scheduler import Scheduler
 from reprise.scheduler.sequence import Sequence
 
@@ -88,27 +87,13 @@ _COST_TERMS = ("fixed", "per_token", "per_kilo_pair", "per_row", "per_kilo_read"
 def scheduler_state(scheduler: Scheduler, cache: CacheManager, now: float) -> SchedulerState:
     """Return the state of the queue, with where the KV of the next requests lies. Cheap enough for the heartbeat that
     the engine sends once a second, but not for every step."""
-    queue = scheduler.queue
-    window = queue if isinstance(queue, ShuffledWindow) else None
-    outlook = scheduler.outlook()
-    front = [_waiting(sequence, wait_s, scheduler, cache, window, now) for sequence, wait_s in outlook]
-    classes = Counter("resumed" if info.transfer_class is None else str(info.transfer_class) for info in front)
-    if window is None:
-        classes = Counter()
     cost = scheduler.cost
-    predicted = scheduler.predicted_tokens
     return SchedulerState(
-        policy=queue.policy,
-        window=window.size if window is not None else 0,
-        waiting={**classes, "outside": scheduler.num_waiting - sum(classes.values())},
-        front=front,
-        overtakes=window.overtakes if window is not None else 0,
+        policy=scheduler.queue.policy,
+        front=[_waiting(sequence, wait_s, scheduler, cache, now) for sequence, wait_s in scheduler.outlook()],
         preemptions=scheduler.preemptions,
         fair_preemptions=scheduler.fair_preemptions,
-        timer=dict(scheduler.timer_outcomes),
         loads=dict(scheduler.loads),
-        prediction_error=predicted["error"] / max(1, predicted["actual"]),
-        tpot_s=scheduler.tpot_s,
         step_cost={**dict(zip(_COST_TERMS, cost.current(), strict=True)), "margin": cost.margin},
     )
 
@@ -118,17 +103,14 @@ def _waiting(
     wait_s: float | None,
     scheduler: Scheduler,
     cache: CacheManager,
-    window: ShuffledWindow | None,
     now: float,
 ) -> WaitingInfo:
     residency = cache.view.residency(sequence.request_id)
-    member = window.inside.get(sequence) if window is not None else None
     return WaitingInfo(
         request_id=sequence.request_id,
         tenant=sequence.tenant,
         session_id=sequence.session_id,
-        transfer_class=int(window.class_of(sequence)) if window is not None and member is not None else None,
-        overtaken=member.overtaken if member is not None else 0,
+        order={} if sequence.scheduled_s is not None else scheduler.queue.explain(sequence, now),
         hbm_tokens=residency.hbm_tokens,
         lower_tokens=residency.lower_tokens,
         bytes_to_load=residency.bytes_to_load,

@@ -280,8 +280,7 @@ class WaitingInfo(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str
     tenant: str
     session_id: str
-    transfer_class: int | None  # CaR's 1, 2 or 3; None: it has run before, or the order has no classes
-    overtaken: int  # how often one that entered the window later has started before it
+    order: dict[str, float]  # what decides where it stands, by the policy's names; empty: it has run before
     hbm_tokens: int
     lower_tokens: dict[str, int]  # tier -> tokens that would have to be loaded
     bytes_to_load: int
@@ -295,16 +294,10 @@ class SchedulerState(msgspec.Struct, frozen=True, kw_only=True):
     """The state of the queue, and what the scheduler has done since the start."""
 
     policy: str
-    window: int  # places; 0: the order has no window
-    waiting: dict[str, int]  # class 1, 2, 3, resumed, outside -> requests
     front: list[WaitingInfo]  # next first
-    overtakes: int
     preemptions: int
     fair_preemptions: int  # preemptions for a tenant that had nothing running
-    timer: dict[str, int]  # loads started ahead: early, on_time, late, at_once, wasted
     loads: dict[str, int]  # loads at the start of their request: finished, hidden, exposed
-    prediction_error: float  # mean error of answer lengths over the mean length
-    tpot_s: float
     step_cost: dict[str, float]  # seconds: fixed, per_token, per_kilo_pair, per_row, per_kilo_read; margin: a factor
 
 

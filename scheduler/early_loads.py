@@ -1,109 +1,29 @@
 """Records early loads: loads for sequences that still wait but have pages in HBM already, so that their KV arrives
-while others run. The paper AttentionStore calls such pages a read buffer; the paper CaR starts such loads by a
-timer."""
+while others run. The paper AttentionStore calls such pages a read buffer."""
 
-from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
-
-from reprise.scheduler.forecast import Forecast
 from reprise.scheduler.ports import CacheView
 from reprise.scheduler.sequence import Sequence
-
-_ON_TIME_S, _ON_TIME_SHARE = 0.05, 0.25  # so far from its turn, or by such a part of itself, a load may end
-
-
-@dataclass(slots=True)
-class _EarlyLoad:
-    started_s: float
-    looked_s: float  # the time of the last look
-    left_s: float  # seconds that were left of it at the last look
-    had_time: bool  # it could have been started before
-    turn_s: float | None = None
-    finished_s: float | None = None
+from reprise.scheduler.waiting import Waiting
 
 
 class EarlyLoads:
-    """The waiting sequences that have an early load, in the order in which their turns come. Such a sequence has pages
-    in HBM, and its KV is being loaded into them or has arrived. Single-threaded, part of the Scheduler."""
+    """The waiting sequences that have an early load. Such a sequence has pages in HBM, and its KV is being loaded into
+    them or has arrived. Single-threaded, part of the Scheduler."""
 
-    def __init__(self, *, cache: CacheView, forecast: Forecast) -> None:
-        self._cache = cache
-        self._forecast = forecast
-        self._loads: dict[Sequence, _EarlyLoad] = {}
-        self.overdue: dict[Sequence, _EarlyLoad] = {}
-        """The sequences that run although their early load has not ended. Read only."""
-        self.changes = 0
-        """Number of times that an early load was added or removed."""
-        self.outcomes: Counter[str] = Counter()
-        """Counts early loads by outcome. on_time: the load ended close to the moment when the sequence's turn came,
-        within 50 ms or a quarter of the load's duration. early, late: it ended longer before or after that moment.
-        at_once: it ended late, but had started as soon as it was known. wasted: the pages were needed for others, or
-        the request went away."""
-
-    def __len__(self) -> int:
-        return len(self._loads)
-
-    def __iter__(self) -> Iterator[Sequence]:
-        return iter(self._loads)
+    def __init__(self, *, cache: CacheView, waiting: Waiting) -> None:
+        self._cache, self._waiting = cache, waiting
+        self._sequences: set[Sequence] = set()
 
     def __contains__(self, sequence: Sequence) -> bool:
-        return sequence in self._loads
+        return sequence in self._sequences
 
-    def begin(self, sequence: Sequence, now: float, had_time: bool) -> None:
-        """Add a waiting sequence to which the cache has just given pages. had_time: whether an earlier step could have
-        started its load."""
-        self.changes += 1
-        self._loads[sequence] = _EarlyLoad(now, now, self._cache.stall_s(sequence.request_id), had_time)
+    def add(self, sequence: Sequence) -> None:
+        """Add a waiting sequence to which the cache has just given pages."""
+        self._sequences.add(sequence)
 
-    def look(self, now: float) -> float:
-        """Notice which early loads (loads for sequences that still waited when they began) have ended. Return how many
-        seconds the unfinished loads of sequences that still wait will take in sum."""
-        left_s = sum([self._look(sequence, load, now) for sequence, load in self._loads.items()])
-        for sequence, load in [*self.overdue.items()]:
-            if not self._look(sequence, load, now):
-                self._settle(self.overdue.pop(sequence))
-        return left_s
-
-    def _look(self, sequence: Sequence, load: _EarlyLoad, now: float) -> float:
-        if load.finished_s is not None:
-            return 0.0
-        left_s = self._cache.stall_s(sequence.request_id)
-        if not left_s:
-            # It ended within the last step: estimate when by what was left before it.
-            load.finished_s = min(now, load.looked_s + load.left_s)
-        load.looked_s, load.left_s = now, left_s
-        return left_s
-
-    def start(self, sequence: Sequence, now: float) -> None:
-        """Note that a sequence whose load began while it waited starts to run at `now`. Whether the load ended before,
-        at or after this moment is counted in `outcomes`, now or when the load ends."""
-        self.changes += 1
-        load = self._loads.pop(sequence)
-        load.turn_s = now
-        if self._look(sequence, load, now):
-            self.overdue[sequence] = load
-        else:
-            self._settle(load)
-
-    def _settle(self, load: _EarlyLoad) -> None:
-        assert load.turn_s is not None
-        assert load.finished_s is not None
-        idle_s = load.turn_s - load.finished_s
-        most_s = max(_ON_TIME_S, _ON_TIME_SHARE * (load.finished_s - load.started_s))
-        if idle_s > most_s:
-            outcome = "early"
-        elif -idle_s > most_s:
-            outcome = "late" if load.had_time else "at_once"
-        else:
-            outcome = "on_time"
-        self.outcomes[outcome] += 1
-        if outcome in ("early", "late"):
-            self._forecast.was_wrong(early=outcome == "early")
-
-    def stopped(self, sequence: Sequence) -> None:
-        """Forget a sequence that has stopped running: it no longer matters when its load ends."""
-        self.overdue.pop(sequence, None)
+    def start(self, sequence: Sequence) -> None:
+        """Remove a sequence that starts to run, with its pages."""
+        self._sequences.remove(sequence)
 
     def withdraw(self, sequence: Sequence) -> None:
         """Cancel the load that was begun for a sequence that still waits, and give its pages back to the cache."""
@@ -112,15 +32,13 @@ class EarlyLoads:
 
     def lose(self, sequence: Sequence) -> None:
         """Remove a sequence whose pages the cache has already taken back, for instance because its load failed."""
-        self.changes += 1
-        del self._loads[sequence]
+        self._sequences.remove(sequence)
         sequence.computed_tokens = 0
-        self.outcomes["wasted"] += 1
 
     def withdraw_last(self) -> bool:
         """Cancel the early load of the sequence that is last in line among the waiting sequences that have one. Return
         False if no waiting sequence has an early load."""
-        if not self._loads:
+        if not self._sequences:
             return False
-        self.withdraw(next(reversed(self._loads)))
+        self.withdraw(self._waiting.last_of(self._sequences))
         return True

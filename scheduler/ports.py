@@ -9,13 +9,6 @@ class Residency(Protocol):
     for the fastest tier that has it."""
 
     @property
-    def hbm_tokens(self) -> int: ...
-    @property
-    def lower_tokens(self) -> dict[str, int]:
-        """Tokens whose KV would have to be loaded into HBM, by the name of the tier that has it."""
-        ...
-
-    @property
     def bytes_to_load(self) -> int: ...
     @property
     def missing_tokens(self) -> int:

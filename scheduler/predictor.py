@@ -1,8 +1,9 @@
 """Predicts how long an answer will be, from the answers of its session, its tenant and all tenants."""
 
 import math
+from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Sequence as Items
+from itertools import accumulate
 from typing import Protocol
 
 from reprise.scheduler.sequence import Sequence
@@ -21,11 +22,6 @@ class LengthPredictor(Protocol):
         """Return the predicted tokens of the whole answer: more than it has already, and at most `max_tokens`."""
         ...
 
-    def lengths(self, sequence: Sequence, shares: Items[float]) -> list[int]:
-        """Return, for each probability p in `shares` (ascending), the length in tokens that the whole answer does not
-        exceed with probability p."""
-        ...
-
     def learn(self, sequence: Sequence) -> None:
         """Learn the length of an answer that has ended by itself."""
         ...
@@ -37,9 +33,6 @@ class MaxTokensPredictor:
 
     def predict(self, sequence: Sequence) -> int:
         return sequence.sampling.max_tokens
-
-    def lengths(self, sequence: Sequence, shares: Items[float]) -> list[int]:
-        return [sequence.sampling.max_tokens] * len(shares)
 
     def learn(self, sequence: Sequence) -> None:
         """Do nothing: there is nothing to learn."""
@@ -77,24 +70,15 @@ class QuantilePredictor:
         self._groups: OrderedDict[tuple[str, ...], _Histogram] = OrderedDict()
 
     def predict(self, sequence: Sequence) -> int:
-        return self.lengths(sequence, (self._quantile,))[0]
-
-    def lengths(self, sequence: Sequence, shares: Items[float]) -> list[int]:
         said, most = sequence.output_tokens, sequence.sampling.max_tokens
-        least = _bucket(said + 1)
-        evidence = self._evidence(sequence, least)
+        evidence = self._evidence(sequence, _bucket(said + 1))
         if not evidence:
-            return [most] * len(shares)
-        total, seen, index, found = sum([weight for _, weight, _ in evidence]), 0.0, 0, list[int]()
-        for share in shares:
-            while index < len(evidence) - 1 and seen + evidence[index][1] < share * total:
-                seen += evidence[index][1]
-                index += 1
-            bucket, _, length = evidence[index]
-            if length <= said:  # most of these had ended already: half way through what is left of the bucket
-                length = (said + math.exp((bucket + 1) * _STEP)) / 2
-            found.append(min(most, max(said + 1, round(length))))
-        return found
+            return most
+        counted = [*accumulate([weight for _, weight, _ in evidence])]
+        bucket, _, length = evidence[bisect_left(counted, self._quantile * counted[-1])]
+        if length <= said:  # most of these had ended already: half way through what is left of the bucket
+            length = (said + math.exp((bucket + 1) * _STEP)) / 2
+        return min(most, max(said + 1, round(length)))
 
     def learn(self, sequence: Sequence) -> None:
         for group in _groups(sequence):

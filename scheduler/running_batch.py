@@ -6,7 +6,6 @@ from collections.abc import Container
 
 from reprise.scheduler.budgets.budget import STALL_BUDGET_S, StepBudget, StepCost, StepWork
 from reprise.scheduler.early_loads import EarlyLoads
-from reprise.scheduler.forecast import Forecast
 from reprise.scheduler.limits import SchedulerLimits
 from reprise.scheduler.ports import CacheView
 from reprise.scheduler.schedule import StepDraft
@@ -27,7 +26,6 @@ class RunningBatch:
         waiting: Waiting,
         early: EarlyLoads,
         tenants: Tenants,
-        forecast: Forecast,
         cost: StepCost,
         limits: SchedulerLimits,
     ) -> None:
@@ -35,19 +33,15 @@ class RunningBatch:
         self._waiting = waiting
         self._early = early
         self._tenants = tenants
-        self._forecast = forecast
         self._cost = cost
         self._limits = limits
         self.sequences: list[Sequence] = []
         """The running sequences in order of admission. Read only."""
-        self.changes = 0
-        """Number of times that a sequence has joined or left."""
         self.preemptions = 0
         self.loads: Counter[str] = Counter()
         """Counts loads by their state at the sequence's first chunk. finished: loaded by then; hidden: ended within the
         chunk's computation or soon after it; exposed: delayed the step."""
         self._loaders: set[Sequence] = set()  # have loaded, and computed nothing yet
-        self._rows: dict[Sequence, Chunk] = {}  # the one token that each decodes in nearly every step
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -96,14 +90,12 @@ class RunningBatch:
         step unless it still has to wait for its load."""
         had_early_load = sequence in self._early
         if had_early_load:
-            self._early.start(sequence, draft.now)
+            self._early.start(sequence)
         self._waiting.start(sequence)
         sequence.state = SequenceState.RUNNING
         if sequence.scheduled_s is None:
             sequence.scheduled_s = draft.now
-            self._forecast.started(sequence)
         self.sequences.append(sequence)
-        self.changes += 1
         self._tenants.started(sequence)
         num_tokens = reserved
         if self._limits.chunked_prefill:
@@ -136,7 +128,7 @@ class RunningBatch:
             if sequence.computed_tokens < sequence.reserved_tokens or self._make_room(sequence, 1, draft):
                 if sequence in self._loaders:
                     self._count_load(sequence, 1, 0.0)
-                draft.chunks.append(self._rows.get(sequence) or self._row(sequence))
+                draft.chunks.append(Chunk(sequence, 1))
         draft.has_decodes = bool(decoding)
 
     def prefill(self, draft: StepDraft) -> None:
@@ -176,10 +168,6 @@ class RunningBatch:
         is_hidden = stall_s - self._cost.seconds(work) <= STALL_BUDGET_S
         self.loads["finished" if not stall_s else "hidden" if is_hidden else "exposed"] += 1
 
-    def _row(self, sequence: Sequence) -> Chunk:
-        row = self._rows[sequence] = Chunk(sequence, 1)
-        return row
-
     # --- leaving ------------------------------------------------------------------------------------------------------
 
     def preempt(self, victim: Sequence, draft: StepDraft) -> None:
@@ -202,10 +190,7 @@ class RunningBatch:
     def stop(self, sequence: Sequence) -> None:
         """Remove a sequence from the batch."""
         self.sequences.remove(sequence)
-        self._rows.pop(sequence, None)
-        self.changes += 1
         self._loaders.discard(sequence)
-        self._early.stopped(sequence)
         self._tenants.stopped(sequence)
 
     def _make_room(self, sequence: Sequence, num_tokens: int, draft: StepDraft) -> bool:

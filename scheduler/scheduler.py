@@ -1,25 +1,25 @@
 """Implements continuous batching: chooses which sequences run in the next step, and how many tokens of each."""
 
 from collections import Counter
-from typing import Any
 
-from reprise.scheduler.budgets.budget import LEAST_CHUNK, Pace, StepCost, StepWork
+from reprise.scheduler.budgets.budget import LEAST_CHUNK, StepCost, StepWork
 from reprise.scheduler.budgets.step_budgets import StepBudgets
 from reprise.scheduler.early_loads import EarlyLoads
 from reprise.scheduler.forecast import Forecast
 from reprise.scheduler.giving_way import GivingWay
 from reprise.scheduler.limits import SchedulerLimits
 from reprise.scheduler.line import Line
-from reprise.scheduler.load_ahead import LoadAhead, TimedLoadAhead
-from reprise.scheduler.nearness import Nearness
+from reprise.scheduler.load_ahead import LoadParts
+from reprise.scheduler.policy import Policy
 from reprise.scheduler.ports import CacheView
 from reprise.scheduler.predictor import LengthPredictor
-from reprise.scheduler.queues.waiting_queue import WaitingQueue
 from reprise.scheduler.running_batch import RunningBatch
 from reprise.scheduler.schedule import Schedule, StepDraft
 from reprise.scheduler.sequence import Sequence, SequenceState
 from reprise.scheduler.tenants import Tenants
 from reprise.scheduler.waiting import Waiting
+
+_FRONT = 8  # waiting sequences of which `outlook` tells
 
 
 class QueueFull(Exception):
@@ -33,50 +33,43 @@ class Scheduler:
     then of waiting ones in the order of `queue`. When HBM is full, the sequence that arrived last is preempted and
     waits ahead of the queue; what it computed stays cached (`RunningBatch`). While all places in the batch are taken,
     the next waiting sequences get pages early, so that their KV is loaded while others run (`LoadAhead`); they give the
-    pages back when running sequences need them. With `fair_places`, a tenant that has nothing running does not wait
-    until another's requests have ended (`GivingWay`). Pure: single-threaded, no clock of its own.
+    pages back when running sequences need them. If places are shared fairly, a tenant that has nothing running does not
+    wait until another's requests have ended (`GivingWay`). Pure: single-threaded, no clock of its own.
     """
 
     def __init__(
         self,
         *,
         cache: CacheView,
-        queue: WaitingQueue,
+        policy: Policy,
         predictor: LengthPredictor,
         cost: StepCost,
         limits: SchedulerLimits,
-        fair_places: bool,
-        scores: bool,
-        timed_loads: bool,
     ) -> None:
-        """Set up an empty scheduler. fair_places: whether tenants share the places in the batch fairly. scores: whether
-        to tell the cache which requests need their KV soon. timed_loads: whether CaR's prefetch timer says when early
-        loads begin; without it they begin as soon as their pages fit."""
+        """Set up an empty scheduler. policy: the order of the waiting requests, and what comes with it."""
         self._cache = cache
         self._limits = limits
         self.cost = cost
-        self.queue = queue
+        """The model of what steps cost, which learns from every step that was reported to `ran`."""
+        self.queue = queue = policy.queue
         """The queue of requests that have not run yet. Read only."""
-        self._tenants = tenants = Tenants(fair_places=fair_places)
-        self._pace = pace = Pace()
-        self._forecast = forecast = Forecast(predictor=predictor, pace=pace)
+        self._tenants = tenants = Tenants(fair_places=policy.fair_places)
+        self._forecast = forecast = Forecast(predictor=predictor, cost=cost)
         self._waiting = waiting = Waiting(queue=queue)
-        self._early = early = EarlyLoads(cache=cache, forecast=forecast)
+        self._early = early = EarlyLoads(cache=cache, waiting=waiting)
         self._batch = batch = RunningBatch(
-            cache=cache, waiting=waiting, early=early, tenants=tenants, forecast=forecast, cost=cost, limits=limits
+            cache=cache, waiting=waiting, early=early, tenants=tenants, cost=cost, limits=limits
         )
         self._budgets = StepBudgets(cost=cost, limits=limits, batch=batch, waiting=waiting, tenants=tenants)
         self._giving_way = GivingWay(
             cache=cache, waiting=waiting, batch=batch, tenants=tenants, budgets=self._budgets, limits=limits
         )
-        loads: dict[str, Any] = {"cache": cache, "waiting": waiting, "batch": batch, "early": early, "limits": limits}
-        self._load_ahead = TimedLoadAhead(**loads, forecast=forecast) if timed_loads else LoadAhead(**loads)
-        self._nearness = Nearness(cache=cache, waiting=waiting, batch=batch) if scores else None
+        self._load_ahead = policy.load_ahead(
+            LoadParts(cache=cache, waiting=waiting, batch=batch, early=early, forecast=forecast, limits=limits)
+        )
         self._lacks_room = False  # a waiting sequence found no room in HBM, and none has ended since
         self._work = StepWork()  # work of the step that was scheduled last
-        self._sat_out: frozenset[Sequence] = (
-            frozenset()
-        )  # sequences that skipped the last step: see `StepDraft.sits_out`
+        self._sat_out: frozenset[Sequence] = frozenset()  # skipped the last step: see `StepDraft.sits_out`
         self._began_s = 0.0  # start of the step that was scheduled last
         self._ran: tuple[float, float] | None = None  # last step's seconds, and its waits for loads; None: learned
 
@@ -90,11 +83,6 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         return self._waiting.count
-
-    @property
-    def free_places(self) -> int:
-        """Number of sequences that may still join the batch."""
-        return self._batch.free_places
 
     @property
     def num_starting(self) -> int:
@@ -116,22 +104,6 @@ class Scheduler:
         """Counts of loads by outcome; see `RunningBatch.loads`."""
         return self._batch.loads
 
-    @property
-    def timer_outcomes(self) -> Counter[str]:
-        """Counts of early loads (for sequences that still waited) by outcome; see `EarlyLoads.outcomes`."""
-        return self._early.outcomes
-
-    @property
-    def tpot_s(self) -> float:
-        """Mean seconds between two tokens of a stream; see `Pace.tpot_s`."""
-        return self._pace.tpot_s
-
-    @property
-    def predicted_tokens(self) -> Counter[str]:
-        """Sums over ended answers, in tokens: "error", by how much predicted lengths were off, and "actual", the true
-        lengths."""
-        return self._forecast.errors
-
     def has_work(self) -> bool:
         return bool(self._batch.sequences or self._waiting.count)
 
@@ -148,10 +120,10 @@ class Scheduler:
         return waiting.line(self._giving_way.starved())
 
     def outlook(self) -> list[tuple[Sequence, float | None]]:
-        """Return the preempted sequences, then those at the front of the queue, next first, each with the seconds until
-        a place in the batch is expected to be free for it, or None if no running sequence will make one."""
+        """Return the first few waiting sequences, next first, each with the seconds until a place in the batch is
+        expected to be free for it, or None if no running sequence will make one."""
         opens_s = self._forecast.opens_s(self._batch.sequences, self._batch.free_places)
-        front = self._waiting.front()
+        front = self._waiting.front(_FRONT)
         return [(sequence, opens_s[place] if place < len(opens_s) else None) for place, sequence in enumerate(front)]
 
     # --- events -------------------------------------------------------------------------------------------------------
@@ -176,8 +148,6 @@ class Scheduler:
             if sequence in self._early:
                 self._early.withdraw(sequence)
             self._waiting.remove(sequence)
-        if self._nearness is not None:
-            self._nearness.forget(sequence)
         self._forecast.forget(sequence)
         if sequence.state is not SequenceState.FINISHED:
             self.queue.finished(sequence)
@@ -197,11 +167,6 @@ class Scheduler:
         self._ran = seconds, waited_s
         if not self.has_work():
             self._learn(seconds)
-
-    def ran_before(self, work: StepWork, seconds: float) -> None:
-        """Learn that a step without decodes took `seconds`, without waiting for loads, when that becomes known only
-        after the next step was scheduled."""
-        self.cost.ran(work, seconds)
 
     def halve_steps(self, schedule: Schedule) -> bool:
         """Limit later steps to half the tokens of `schedule`, which failed for want of memory. Return False if that
@@ -229,20 +194,14 @@ class Scheduler:
         `period_s`."""
         if self._ran is None:
             return
-        seconds, waited_s = self._ran
-        self._ran = None
-        period_s = max(seconds, period_s)
-        self.cost.ran(self._work, period_s - waited_s)
-        if self._work.decode_rows:
-            self._pace.decoded(period_s, self._work.prefill_tokens)
+        (seconds, waited_s), self._ran = self._ran, None
+        self.cost.ran(self._work, max(seconds, period_s) - waited_s)
 
     def _decode(self, now: float) -> StepDraft:
         """Begin a step: add one token of each decoding sequence."""
-        if self._waiting.count or self._early.overdue:
+        if self._waiting.count:
             self.queue.refresh(now)
-            loading = self._load_ahead.begin_step(now)
-        else:
-            loading = self._cache.stalls_s() if self._batch.has_loads else {}
+        loading = self._cache.stalls_s() if self._batch.has_loads else {}
         step = StepDraft(now, loading, self._sat_out)
         self._batch.decode(step)
         step.prefills = self._batch.prefills(step.loading)
@@ -254,22 +213,18 @@ class Scheduler:
         step.budget = self._budgets.beside(step.chunks, step.now)
         self._giving_way.admit(step)
         self._batch.prefill(step)
-        self._admit(step)
-        self._start_loads(step)
-
-    def _admit(self, step: StepDraft) -> None:
-        """Start waiting sequences as far as places in the batch, the step's budget and HBM allow."""
         # Room that was just taken from one is not given to another.
-        self._lacks_room = bool(step.preempted) or not self._admit_in_order(step)
+        self._lacks_room = bool(step.preempted) or not self._admit(step)
+        # Where a sequence finds no room, pages for the loads of later ones would keep it out, step after step.
+        if not self._lacks_room:
+            self._load_ahead.start_loads()
 
-    def _admit_in_order(self, step: StepDraft) -> bool:
-        """Start waiting sequences in order. Return False if one of them found no room in HBM."""
+    def _admit(self, step: StepDraft) -> bool:
+        """Start waiting sequences in order, as far as places in the batch, the step's budget and HBM allow. Return
+        False if one of them found no room in HBM."""
         skipped: set[Sequence] = set()
         has_room = True
-        while self._batch.free_places:
-            sequence = self._waiting.next(skipped)
-            if sequence is None:
-                return has_room
+        while self._batch.free_places and (sequence := self._waiting.next(skipped)) is not None:
             if self._cache.waits_for_sibling(sequence.request_id, is_due=True):
                 skipped.add(sequence)  # keeps its place; those after it may go first
                 if sequence is self._waiting.favoured:
@@ -280,22 +235,15 @@ class Scheduler:
                 self._batch.start(sequence, reserved, step)
                 continue
             if reserved == 0:
-                return has_room
+                break
             has_room = False
             if not self._waiting.may_be_passed(sequence, step.now):
-                return has_room
+                break
             skipped.add(sequence)
         return has_room
 
-    def _start_loads(self, step: StepDraft) -> None:
-        """Start loads for sequences that still wait, unless one of them has found no room in HBM: the pages of loads
-        for later ones would keep it out, step after step."""
-        if not self._lacks_room:
-            self._load_ahead.start_loads(step.now)
-
     def _finish(self, step: StepDraft) -> Schedule:
         self._giving_way.is_full = self._waiting.count > 0
-        if self._nearness is not None:
-            self._nearness.tell()
+        self._load_ahead.end_step()
         self._work, self._sat_out, self._began_s = StepWork.of(step.chunks), step.sits_out, step.now
         return Schedule(step.chunks, step.preempted, self._work)

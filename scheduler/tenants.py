@@ -1,23 +1,13 @@
 """Counts which tenants run, wait and have sent requests lately, and decides by that whose turn it is."""
 
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from collections.abc import Sequence as Many
 
 from reprise.scheduler.queues.waiting_queue import WaitingQueue
 from reprise.scheduler.sequence import Sequence
 
 _LATELY_S = 10.0  # a tenant that came in these seconds may come again at any moment
-
-
-class _OfTenants:
-    """A container of all sequences that belong to the given tenants."""
-
-    def __init__(self, tenants: Collection[str]) -> None:
-        self._tenants = tenants
-
-    def __contains__(self, sequence: object) -> bool:
-        return isinstance(sequence, Sequence) and sequence.tenant in self._tenants
 
 
 class Tenants:
@@ -100,11 +90,7 @@ class Tenants:
         served = {*self._running, *(sequence.tenant for sequence in before_it)}
         if self._present.keys() <= served:
             return None
-        starved = queue.best(_OfTenants(served))
-        if starved is None and any(sequence.tenant not in served for sequence in queue.near() or ()):
-            # It would be overtaken once too often: it goes first, and not only when a place is free.
-            return queue.waited_for()
-        return starved
+        return next((sequence for sequence in queue.upcoming().members if sequence.tenant not in served), None)
 
 
 def _take_one(counter: Counter[str], tenant: str) -> None:

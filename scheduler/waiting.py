@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Container
-from itertools import chain, islice
+from itertools import chain
 
 from reprise.scheduler.line import Line
 from reprise.scheduler.queues.waiting_queue import WaitingQueue
@@ -23,10 +23,7 @@ class Waiting:
         self.favoured: Sequence | None = None  # others have given way to it, but there is not room enough yet
         self.seen: Line[str] = Line()
         """The line that `line` returned last."""
-        self._made_of: tuple[int, tuple[Sequence, ...]] = (
-            0,
-            (),
-        )  # the version of the queue's line, and the sequences before it
+        self._made_of: tuple[int, tuple[Sequence, ...]] = 0, ()  # the queue's version, and the sequences before it
 
     def add(self, sequence: Sequence) -> None:
         """Add a sequence that has arrived to the queue."""
@@ -53,32 +50,32 @@ class Waiting:
 
     def start(self, sequence: Sequence) -> None:
         """Remove a sequence that starts to run."""
-        self.count -= 1
-        if sequence is self.favoured:
-            self.favoured = None
-        if sequence in self.resumed:
-            self.resumed.remove(sequence)
-        else:
+        if not self._leave(sequence):
             self.queue.dispatch(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence that was cancelled."""
+        if not self._leave(sequence):
+            self.queue.remove(sequence)
+
+    def _leave(self, sequence: Sequence) -> bool:
+        """Count a sequence out. Return whether it was one of those that start before the queue."""
         self.count -= 1
         if sequence is self.favoured:
             self.favoured = None
-        if sequence in self.resumed:
-            self.resumed.remove(sequence)
-        else:
-            self.queue.remove(sequence)
+        if sequence not in self.resumed:
+            return False
+        self.resumed.remove(sequence)
+        return True
 
-    def front(self) -> list[Sequence]:
-        """Return the preempted sequences, then those that the queue starts before all its others
-        (`WaitingQueue.front`), next first."""
-        return [*self.resumed, *self.queue.front()]
+    def front(self, count: int) -> list[Sequence]:
+        """Return the first `count` waiting sequences, next first."""
+        return [*self.resumed, *self.queue.upcoming().members[:count]][:count]
 
-    def once_loaded(self, count: int) -> list[Sequence]:
-        """Return the first `count` sequences in the order in which they would start if their loads had ended."""
-        return list(islice(chain(self.resumed, self.queue.once_loaded()), count))
+    def last_of(self, sequences: Container[Sequence]) -> Sequence:
+        """Return the waiting sequence that is last in line among these, of which at least one waits."""
+        in_order = chain(reversed(self.queue.upcoming().members), reversed(self.resumed))
+        return next(sequence for sequence in in_order if sequence in sequences)
 
     def line(self, starved: Sequence | None) -> Line[str]:
         """Return the request ids of all waiting sequences, next first. starved: a sequence of a tenant that has nothing

@@ -78,6 +78,8 @@ WINGS: dict[str, tuple[str, ...]] = {
     "engine.drafts": (),
     "engine.parked": (),
     "kernels.selectors": (),
+    # One place names all policies, for the server and the simulators; the simulation checks the window's promises.
+    "scheduler.car": ("loadgen.virtual.simulation", "scheduler.make_policy"),
     "cache.transfer.redis": (),
     "kernels.int8_pages": (),
     "cache.storage.redis": (

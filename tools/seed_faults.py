@@ -42,7 +42,7 @@ FILES = (
     *("engine/drafts/drafter.py", "engine/intake.py", "engine/step/sampler.py", "fleet/directory.py"),
     *("fleet/gateway/relay.py", "fleet/routing.py", "fleet/scaling.py", "kernels/attention/torch_cpu.py"),
     *("kernels/block_writer.py", "kernels/codecs/transform.py", "kernels/packed.py", "kernels/int8_pages/pages.py"),
-    *("scheduler/budgets/budget.py", "scheduler/queues/fair_share.py", "scheduler/queues/window.py"),
+    *("scheduler/budgets/budget.py", "scheduler/queues/fair_share.py", "scheduler/car/window.py"),
     *("scheduler/running_batch.py", "scheduler/scheduler.py"),
 )
 HERE = "not gpu and not api and not slow"  # as in the Makefile

@@ -127,22 +127,11 @@ def _totals_by_label(stats: Stats) -> Iterator[Metric]:
 def _scheduler(state: SchedulerState | None) -> Iterator[Metric]:
     if state is None:
         return
-    waiting = GaugeMetricFamily("reprise_waiting_by_class", "Requests in line by CaR's class.", labels=["class"])
-    yield _labelled(waiting, state.waiting)
-    yield GaugeMetricFamily("reprise_window_places", "Places of the shuffled window.", state.window)
-    yield GaugeMetricFamily(
-        "reprise_length_prediction_error", "Mean error of predicted answers over mean length.", state.prediction_error
-    )
     cost = {term: seconds for term, seconds in state.step_cost.items() if term != "margin"}
     help_text = "What a step costs: fixed, per token, per thousand pairs, per row, per thousand tokens it reads."
     yield _labelled(GaugeMetricFamily("reprise_step_cost_seconds", help_text, labels=["term"]), cost)
-    yield CounterMetricFamily(
-        "reprise_overtakes", "Starts before one that entered the window earlier.", state.overtakes
-    )
     help_text = "Preemptions for a tenant who had nothing running."
     yield CounterMetricFamily("reprise_fair_preemptions", help_text, state.fair_preemptions)
-    timer = CounterMetricFamily("reprise_prefetch_timer", "Loads started ahead, by how it came.", labels=["outcome"])
-    yield _labelled(timer, state.timer)
     loads = CounterMetricFamily("reprise_started_loads", "Loads at the start of their request.", labels=["outcome"])
     yield _labelled(loads, state.loads)
 

@@ -240,7 +240,6 @@ def _queue(stats: Stats, tenant: str, *, sees_all: bool) -> dict[str, Any] | Non
     front = [info for info in state.front if sees_all or info.tenant == tenant][:MAX_WAITING]
     return {
         "policy": state.policy,
-        "window": state.window,
         "waiting": stats.waiting if sees_all else len(front),
         "front": [_waiting(info) for info in front],
     }

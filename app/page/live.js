@@ -36,7 +36,7 @@ export class Live extends EventTarget {
       section("Time to first token", "ttft", "A dot for each of the last answers, on a logarithmic scale."),
       section("The hierarchy", "tiers", "Where the KV cache of all conversations lies. What is full drops what is needed last."),
       section("Conversations", "sessions", "Those used last: their blocks of 32 tokens by tier; a block may be in several."),
-      section("The queue", "queue", "Who waits, in order. Inside the window, who needs no load goes first."),
+      section("The queue", "queue", "Requests that wait, next first."),
     );
     this.#drawTurns();
   }
@@ -168,28 +168,26 @@ export class Live extends EventTarget {
   #drawQueue(state) {
     const { queue } = state;
     if (!queue) {
-      this.#parts.queue.replaceChildren(h("p", { class: "small note" }, "Nobody waits."));
+      this.#parts.queue.replaceChildren(h("p", { class: "small note" }, "No request waits."));
       return;
     }
-    const inside = queue.front.filter((waiting) => waiting.transfer_class !== null);
-    const outside = queue.waiting - inside.length;
+    const outside = queue.waiting - queue.front.length;
     const running = state.running === null ? "" : `${number(state.running)} running, `;
-    const line = h("p", { class: "small" }, `${running}${number(queue.waiting)} waiting${queue.policy.startsWith("car") ? "" : ` (${queue.policy})`}`);
-    const places = Math.min(queue.window || queue.front.length, 32);
+    const line = h("p", { class: "small" }, `${running}${number(queue.waiting)} waiting (${queue.policy})`);
     const titles = this.#titles();
-    const slots = Array.from({ length: Math.max(places, inside.length) }, (_, n) => {
-      const waiting = inside[n];
-      if (!waiting) return h("li", { class: "slot", "aria-hidden": "true" });
+    const slots = queue.front.map((waiting) => {
       const title = titles.get(waiting.session_id) ?? short(waiting.session_id);
       const load = waiting.bytes_to_load ? `${bytes(waiting.bytes_to_load)} to load` : "nothing to load";
-      const what = `${title}: class ${waiting.transfer_class}, ${load}, waits ${waiting.waiting_s.toFixed(1)} s, passed by ${waiting.overtaken}`;
-      return h("li", { class: "slot", title: what, data: { class: waiting.transfer_class, ahead: waiting.has_pages } },
-        h("span", { "aria-hidden": "true" }, waiting.transfer_class), h("span", { class: "visually-hidden" }, what));
+      const order = Object.entries(waiting.order).map(([name, value]) => `, ${name.replaceAll("_", " ")} ${Number(value.toFixed(1))}`).join("");
+      const what = `${title}: ${load}, waits ${waiting.waiting_s.toFixed(1)} s${order}`;
+      const place = waiting.bytes_to_load ? 3 : waiting.hbm_tokens ? 1 : 2;
+      return h("li", { class: "slot", title: what, data: { class: place, ahead: waiting.has_pages } },
+        h("span", { "aria-hidden": "true" }, place), h("span", { class: "visually-hidden" }, what));
     });
     const parts = [line];
-    if (queue.window) {
-      parts.push(h("ol", { class: "window", "aria-label": `Shuffled window, ${queue.window} places` }, slots));
-      if (outside > 0) parts.push(h("p", { class: "small muted" }, `and ${number(outside)} behind the window`));
+    if (slots.length) {
+      parts.push(h("ol", { class: "window", "aria-label": "Requests that start next" }, slots));
+      if (outside > 0) parts.push(h("p", { class: "small muted" }, `and ${number(outside)} after these`));
       parts.push(h("ul", { class: "legend" },
         [[1, "some of it in HBM"], [2, "nothing to load"], [3, "must be loaded"]].map(([n, what]) =>
           h("li", {}, h("span", { class: "slot sample", data: { class: n } }, n), what))));

@@ -510,6 +510,6 @@ class Version(_Answer):
 class SchedulerObject(_Answer):
     object: Literal["scheduler"]
     running: int
+    waiting: int
     policy: str
-    waiting: dict[str, int]
     front: list[dict[str, Any]]

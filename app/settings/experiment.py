@@ -16,8 +16,8 @@ class ExperimentSettings(Section):
         1.0, ge=0, le=1, description="share of HBM in use above which saved KV leaves it in the background; 1: never"
     )
     hbm_low_water: float = Field(0.85, ge=0, le=1, description="until no more than this share is in use")
-    scores: bool = Field(False, description="blocks that requests in the window or running need leave HBM last (CaR)")
-    window: int = Field(0, ge=0, le=1024, description="places of the window; 0: from HBM and the mean session")
+    scores: bool = Field(False, description="`car`: blocks that requests in the window or running need leave HBM last")
+    window: int = Field(0, ge=0, le=1024, description="`car`: places of the window; 0: from HBM and the mean session")
     chunked_prefill: bool = Field(True, description="spread long prompts over several steps")
     truncation_mode: Literal["decoupled", "recompute"] = Field(
         "decoupled", description="what stays of a full window: its KV at new positions; recomputed"

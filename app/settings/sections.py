@@ -140,10 +140,10 @@ class CacheSettings(Section):
 
 
 class SchedulerSettings(Section):
-    policy: Literal["due", "car", "car-hidden", "priority", "fcfs"] = Field(
+    policy: Literal["due", "car", "fcfs"] = Field(
         "due",
-        description="which request starts next; due: by arrival and work; car: by KV to load inside a window; "
-        "car-hidden: the same, but loads that hold nobody up count as none; priority: by KV to load; fcfs: by arrival",
+        description="which request starts next; due: by arrival and work; car: by KV to load, inside a window, as the "
+        "paper CaR says; fcfs: by arrival",
     )
     patience: float = Field(
         8.0,

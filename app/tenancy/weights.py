@@ -17,7 +17,8 @@ def service_tier(request: GenerationRequest) -> tuple[str, float]:
 
 def ttft_target_ms(request: GenerationRequest, *, weight: float, of_key: float | None) -> float | None:
     """Return a request's target for its first token, in milliseconds from its arrival: its own, otherwise its key's;
-    None if it has none. Requests of weight below 1 take no target from their key, so that side calls stay behind."""
+    None if it has none. Requests of weight below 1 take no target from their key, so that other requests go before side
+    calls."""
     if request.ttft_ms is not None:
         return request.ttft_ms
     return of_key if weight >= 1 else None

@@ -12,6 +12,8 @@ COLORS = {"car": BLUE, "car-hidden": "#16a34a", "priority": "#dc2626", "fcfs": G
           "due-4": "#fbbf24", "due-16": "#b45309"}  # fmt: skip
 SAID = {"hbm": "in HBM", "new": "no history", "dram": "in DRAM", "disk": "on disk"}
 MEASURES = ("mean", "p50", "p95")
+SERVED_RESULTS: tuple[str, ...] = ()
+SERVED = {"hbm": "in HBM", "disk": "on disk"}
 Result = dict[str, Any]
 
 
@@ -103,24 +105,25 @@ def _verdicts(rows: list[Result]) -> list[str]:
 
 
 def served_section(result: Result, machine: str) -> list[str]:
-    """First tokens on servers, in each setting."""
+    """Return the table of first tokens on servers, in each setting."""
+    kinds = ("ttft", "first", "returning", "e2e")
     rows = (
         [f"{row['kv']} | {row['share']:.0%} | {arm}",
-         *(" / ".join(f"{found[kind][figure]:.0f}" for figure in MEASURES) for kind in ("ttft", "first", "returning")),
+         *(" / ".join(f"{found[kind][figure]:.0f}" for figure in MEASURES) for kind in kinds),
          f"{found['ttft']['max']:.0f}", f"{found['tpot']['p50']:.1f}", f"{found['tokens_per_s']:.1f}"]
         for row in result["rows"]
         for arm, found in row["arms"].items()
     )  # fmt: skip
     return titled(
-        "Orders of the queue, on servers",
+        f"Orders of the queue, on servers with KV {SERVED[result['rows'][0]['kv']]}",
         "{conversations} conversations a round by Poisson, {turns} turns of a random 125 M-shape model (bf16): first "
         "prompts of {first_tokens} tokens, then {more_tokens} more {think_s:g} s after each answer of {answer_tokens}; "
         "these are means of log-normal lengths (sigma 1). Rates are shares of the turns a second that `fcfs` works off "
         "when all come at once. {seeds} seeds, which all servers play in turn. Times in ms.".format(
             **result["workload"], seeds=result["seeds"]
         ),
-        table("KV | rate | order | TTFT mean / p50 / p95 | first turns | returning turns | longest | TPOT p50 | "
-              "tokens/s", rows),
+        table("KV | rate | order | TTFT mean / p50 / p95 | first turns | returning turns | E2E | longest TTFT | "
+              "TPOT p50 | tokens/s", rows),
         held(result),
         machine,
     )  # fmt: skip
@@ -128,9 +131,10 @@ def served_section(result: Result, machine: str) -> list[str]:
 
 def sections(load: Callable[[str], Result], machine: Callable[[Result], str], docs: Path) -> list[str]:
     """Return the sections; draws their figure into `docs`."""
-    simulated, served = load("scheduling_simulated"), load("scheduling_served")
+    simulated = load("scheduling_simulated")
     draw(drawn(simulated["rows"]), docs / "classes.png")
-    return [
-        *simulated_section(simulated, machine(simulated)),
-        *served_section(served, machine(served)),
-    ]
+    lines = simulated_section(simulated, machine(simulated))
+    for name in SERVED_RESULTS:
+        served = load(name)
+        lines += served_section(served, machine(served))
+    return lines

@@ -36,7 +36,6 @@ STANDING = (
     "speed.restart",
     "speed.zero_reuse_steps",
     "speed.planning_cost",
-    "scheduling.served",
     "scheduling.tenants",
     "scheduling.simulated",
     "fidelity.soak",

@@ -31,8 +31,6 @@ _MOVED = {
     **{f"benchmarks.fidelity.fleet_{name}": f"benchmarks.fleet {name}" for name in _FLEET},
     "benchmarks.truncation.truncation": "benchmarks.speed.truncation",
     "benchmarks.truncation.keeping": "benchmarks.texts keeping",
-    "benchmarks.scheduling.classes_foretold": "benchmarks.scheduling.simulated",
-    "benchmarks.scheduling.poisson": "benchmarks.scheduling.served",
 }
 """Programs by the name under which committed results were made, and their names since."""
 

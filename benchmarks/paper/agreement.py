@@ -154,7 +154,7 @@ def machine_of(
     fixed_share = min(0.5, loads * LOAD_FIXED_S / measured["reprise_kv_load_seconds_total"])
     return VirtualServer(
         hbm_blocks=hbm_tokens // BLOCK_TOKENS, dram_blocks=dram_tokens // BLOCK_TOKENS,
-        disk_blocks=disk_tokens // BLOCK_TOKENS, policy="car-hidden", window=WINDOW, max_seqs=MAX_SEQS,
+        disk_blocks=disk_tokens // BLOCK_TOKENS, policy="due", window=WINDOW, max_seqs=MAX_SEQS,
         step_tokens=STEP_TOKENS, lone_step_tokens=STEP_TOKENS, itl_target_s=ITL_TARGET_MS / 1e3,
         bytes_per_token=KV_BYTES, num_layers=6, fixed_s=cost("fixed"), s_per_token=cost("per_token"),
         s_per_row=cost("per_row"), s_per_kilo_pair=cost("per_kilo_pair"), s_per_kilo_read=cost("per_kilo_read"),

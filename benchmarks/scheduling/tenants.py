@@ -4,13 +4,13 @@
 
 A random 125 M-shape model in bf16, 8 places in the batch, everything else as by default. Requests of both tenants bring
 200 tokens and get 32. The quiet tenant sends a request, waits for the end of its answer and sends the next: alone
-first, then from a second after the flood began until it has ended. The policies `car-hidden` and, for comparison,
+first, then from a second after the flood began until it has ended. The policies `due` and, for comparison,
 `fcfs` take turns, round by round.
 
 A full-budget step is measured as what a running stream waits between two tokens while a prompt of 3,000 tokens is
 computed beside it in chunks, before and after every flood: the median.
 
-Expected of `car-hidden`: the quiet tenant's TTFT p95 beside the flood is at most its TTFT alone (the median) plus
+Expected of `due`: the quiet tenant's TTFT p95 beside the flood is at most its TTFT alone (the median) plus
 three full-budget steps.
 """
 

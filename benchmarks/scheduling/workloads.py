@@ -13,7 +13,7 @@ DEFAULT = "due"  # `scheduler.policy`, unless it is set
 BLOCK = 32
 _TEMPLATE_TOKENS = 16  # at most, around a message
 _RECENT = 6.0  # the mean place of a returning conversation in the list of those that spoke last
-_LEAST_TOKENS = 8  # of a message or an answer whose length is drawn
+_LEAST_TOKENS = 8  # the shortest message or answer whose length is drawn
 _BEGIN_S, _SETTLE_S = 0.5, 10.0  # between two beginnings; from the last one to the first turn that counts
 
 
@@ -77,7 +77,7 @@ class Poisson:
     more_tokens: int = 100
     answer_tokens: int = 32
     think_s: float = 4.0
-    lengths: Lengths = lognormal  # of messages and answers
+    lengths: Lengths = lognormal  # how long messages and answers are
 
     def arrivals(self, seed: int) -> list[Conversation]:
         rng, start_s, found = random.Random(seed), 0.0, []
@@ -119,7 +119,7 @@ class Classes:
     turns: int = 100  # that count
     new_share: float = 0.2  # share of these turns that begin a conversation
     new_tokens: int = 1000  # their prompts
-    lengths: Lengths = equal  # of messages and answers that count
+    lengths: Lengths = equal  # how long messages and answers that count are
 
     @property
     def new(self) -> int:

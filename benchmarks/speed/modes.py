@@ -44,10 +44,10 @@ from reprise.loadgen.workloads.synthetic import Distribution
 from reprise.loadgen.workloads.workload import Conversation
 
 ARMS: dict[str, dict[str, str]] = {
-    "attentionstore": {"cache.mode": "attentionstore", "scheduler.policy": "car-hidden"},
+    "attentionstore": {"cache.mode": "attentionstore", "scheduler.policy": "due"},
     "fcfs": {"cache.mode": "attentionstore", "scheduler.policy": "fcfs"},
-    "prefix": {"cache.mode": "prefix", "scheduler.policy": "car-hidden"},
-    "recompute": {"cache.mode": "recompute", "scheduler.policy": "car-hidden"},
+    "prefix": {"cache.mode": "prefix", "scheduler.policy": "due"},
+    "recompute": {"cache.mode": "recompute", "scheduler.policy": "due"},
 }
 IN_HBM, IN_DRAM, IN_STAGING = 1, 1.5, 0.5  # conversations of the largest size
 MIB, GIB = 1 << 20, 1 << 30

@@ -37,7 +37,7 @@ from reprise.loadgen.measure.summary import distribution
 from reprise.loadgen.virtual.simulation import Simulation, VirtualServer
 from reprise.loadgen.workloads.workload import Conversation, Turn
 
-POLICY = "car-hidden"
+POLICY = "due"
 LIMIT_MS = 2.0
 BURST_LIMIT_MS = 10.0  # limit of the worst step
 BURST_STEPS = 400

@@ -61,7 +61,7 @@ LIMIT = 1.03
 MODELS = ("bundled", "125m")
 SETTINGS: dict[str, str | int | float] = {
     "model.max_context": 1024, "cache.dram_gib": 0.25, "cache.disk_gib": 4, "cache.hbm_tokens": 4096,
-    "scheduler.policy": "car-hidden", "scheduler.max_seqs": 32, "scheduler.itl_target_ms": 100,
+    "scheduler.policy": "due", "scheduler.max_seqs": 32, "scheduler.itl_target_ms": 100,
 }  # fmt: skip
 PART = "--part"  # a process that does one start: its number, the file it writes, the codec, the rounds of each model
 STAGES = ("submit", "prompt", "answer", "rest")

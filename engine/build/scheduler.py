@@ -5,8 +5,8 @@ from reprise.cache.rates import Rates
 from reprise.engine.config import EngineConfig
 from reprise.scheduler.budgets.budget import StepCost
 from reprise.scheduler.limits import SchedulerLimits
+from reprise.scheduler.make_policy import make_policy
 from reprise.scheduler.predictor import QuantilePredictor
-from reprise.scheduler.queues.make_queue import FAIR, make_queue
 from reprise.scheduler.scheduler import Scheduler
 
 _LONE_STEP_FACTOR = 4  # larger products are faster, and without decoding sequences a long step delays none
@@ -33,17 +33,18 @@ def build_scheduler(
         step_tokens, lone_tokens = min(step_tokens, most_tokens), min(lone_tokens, most_tokens)
         least_chunk_tokens = min(least_chunk_tokens, most_tokens)
     predictor = QuantilePredictor(quantile=_QUANTILE)
-    queue = make_queue(
+    policy = make_policy(
         config.scheduler.policy,
         cache=cache.view,
         predictor=predictor,
         window=config.experiment.window or _window(cache, max_context),
         patience=config.scheduler.patience,
+        scores=config.experiment.scores,
     )
     per_token = rates.prefill_s_per_token
     return Scheduler(
         cache=cache.view,
-        queue=queue,
+        policy=policy,
         predictor=predictor,
         cost=StepCost(
             fixed_s=rates.compute_s(1) - per_token,
@@ -61,9 +62,6 @@ def build_scheduler(
             least_chunk_tokens=least_chunk_tokens,
             chunked_prefill=config.experiment.chunked_prefill,
         ),
-        fair_places=config.scheduler.policy in FAIR,
-        scores=config.experiment.scores,
-        timed_loads=config.scheduler.policy != "due",
     )
 
 

@@ -168,7 +168,7 @@ class BatchStep:
             (computed, work), self._under_way = self._under_way, None
             seconds = computed.done.seconds_since(computed.begun)
             self._learn(computed, seconds)
-            self._scheduler.ran_before(work, seconds - computed.waited_s)
+            self._scheduler.cost.ran(work, seconds - computed.waited_s)
 
     def _learn(self, computed: Computed, seconds: float) -> None:
         """Tell all parts that predict steps how long this one took."""

@@ -31,9 +31,7 @@ REPLICA = Machine(
     dram_bytes=60e9,
     disk_bytes=1.5e12,
 )
-SERVER = Config(
-    scheduler="car-hidden", load_ahead=4, starts_past_loads=True, recompute_if_faster=True, chunk_tokens=2048
-)
+SERVER = Config(scheduler="due", load_ahead=4, starts_past_loads=True, recompute_if_faster=True, chunk_tokens=2048)
 
 
 def conversations(

@@ -89,9 +89,9 @@ class Config:
 
     reuse: bool = True  # False: every prompt is computed (the paper's RE)
     policy: str = "lookahead"  # a key of reprise.loadgen.sim.policies.SIMULATED_POLICIES
-    scheduler: str = "fcfs"  # one of `reprise.scheduler.queues.make_queue.ORDERS`
+    scheduler: str = "fcfs"  # one of `reprise.scheduler.make_policy.POLICIES`
     car_window: int = 8
-    patience: float = 8.0  # of `due`
+    patience: float = 8.0  # seconds of waiting for a second of work, with the policy `due`
     granule_tokens: int = 0  # what moves between tiers at once; 0: the whole session, as in the paper; 32: a block
     truncation: Truncation = "decoupled"  # coupled: a cut invalidates what is saved (the paper's OF)
     truncation_ratio: float = 0.5  # share of the window that a cut drops

@@ -25,9 +25,9 @@ from reprise.loadgen.sim.running_turns import RunningTurns
 from reprise.loadgen.sim.store import SimulatedStore
 from reprise.loadgen.sim.turn import LiveSession, LiveTurn, TurnRecord
 from reprise.loadgen.workloads.workload import Conversation
+from reprise.scheduler.make_policy import make_policy
 from reprise.scheduler.ports import CacheView
 from reprise.scheduler.predictor import MaxTokensPredictor
-from reprise.scheduler.queues.make_queue import make_queue
 from reprise.scheduler.sequence import Sequence as QueuedSequence
 
 
@@ -81,13 +81,14 @@ class SimulatedServer:
         )
         self.window = ContextWindow(machine, config, self.store)
         self._view = _View(self)
-        self.queue = make_queue(
+        self.queue = make_policy(
             config.scheduler,
             cache=cast(CacheView, self._view),
             predictor=MaxTokensPredictor(),
             window=config.car_window,
             patience=config.patience,
-        )
+            scores=False,
+        ).queue
         self.disk = Disk(machine.disk_to_dram, machine.dram_bytes)
         self.ahead = SimulatedLookAhead(machine, config, self.store, self.queue, self.disk)
         self.loads = SimulatedLoads(machine, config, self.store, self.window, self.disk, self.ahead, remote)
@@ -222,7 +223,7 @@ class SimulatedServer:
         room = self.config.load_ahead - len(self._loading)
         if room <= 0 or not self._waiting:
             return
-        for sequence in self.queue.once_loaded()[: self.config.load_ahead]:
+        for sequence in self.queue.upcoming().members[: self.config.load_ahead]:
             turn = self._turn_of[sequence]
             if turn.loaded_s is None and room > 0:
                 self.loads.begin(turn, self.now)

@@ -30,11 +30,11 @@ from reprise.loadgen.virtual.greedy import greedy
 from reprise.loadgen.virtual.virtual_tiers import DIRECTIONS, VirtualSpeeds, VirtualTiers
 from reprise.loadgen.workloads.workload import Conversation, ConversationShape, poisson
 from reprise.scheduler.budgets.budget import StepCost, StepWork
+from reprise.scheduler.car.window import ShuffledWindow
 from reprise.scheduler.limits import SchedulerLimits
+from reprise.scheduler.make_policy import make_policy
+from reprise.scheduler.policy import Policy
 from reprise.scheduler.predictor import LengthPredictor, MaxTokensPredictor, QuantilePredictor
-from reprise.scheduler.queues.make_queue import FAIR, make_queue
-from reprise.scheduler.queues.waiting_queue import WaitingQueue
-from reprise.scheduler.queues.window import ShuffledWindow
 from reprise.scheduler.scheduler import Scheduler
 from reprise.scheduler.sequence import Chunk, Sequence, SequenceState
 
@@ -50,9 +50,9 @@ class VirtualServer:
     dram_blocks: int
     disk_blocks: int
     policy: str
-    window: int
+    window: int  # places, of `car`
     max_seqs: int
-    patience: float = 8.0  # of `due`
+    patience: float = 8.0  # seconds of waiting for a second of work, with the policy `due`
     target_s: float | None = None  # every turn wants its first token within so many seconds
     step_tokens: int = 512
     lone_step_tokens: int = 2048
@@ -155,15 +155,17 @@ class Simulation:
         self._rates = _make_rates(machine, self.tiers)
         self.cache = _make_cache(machine, self._rates, arrived=lambda job_id: self.tiers.arrived(job_id, self.now))
         predictor: LengthPredictor = MaxTokensPredictor() if machine.oracle else QuantilePredictor(quantile=0.5)
-        self._queue = make_queue(
+        policy = make_policy(
             machine.policy,
             cache=self.cache.view,
             predictor=predictor,
             window=machine.window,
             patience=machine.patience,
+            scores=machine.scores,
         )
+        self._queue = policy.queue
         self._truth = machine.step_cost(misjudged=1.0)
-        self.scheduler = _make_scheduler(machine, self.cache, self._queue, predictor)
+        self.scheduler = _make_scheduler(machine, self.cache, policy, predictor)
         self._arrivals: list[tuple[float, int, _Live]] = []  # a heap
         self._pushed = 0
         self._live: dict[str, tuple[Sequence, _Live]] = {}
@@ -218,7 +220,7 @@ class Simulation:
         work = StepWork()
         for chunk in chunks:
             context = chunk.sequence.computed_tokens
-            work = work.plus_row(context) if chunk.num_tokens == 1 else work.plus_chunk(chunk.num_tokens, context)
+            work = work.plus_rows([context]) if chunk.num_tokens == 1 else work.plus_chunk(chunk.num_tokens, context)
         seconds = self._truth.seconds(work) + (self.machine.chunk_fixed_s if work.prefill_tokens else 0.0)
         jobs = [load.job for c in chunks if (load := self.cache.requests.context(c.sequence.request_id).load)]
         loaded_s = max(map(self.tiers.loaded_s, jobs), default=0.0)
@@ -386,10 +388,9 @@ class Simulation:
             elif context.rows.pages:
                 self._check(self.scheduler.has_early_load(sequence), "somebody waits with pages, and not for its load")
         if isinstance(self._queue, ShuffledWindow):
-            size = self._queue.size
-            self._check(len(self._queue.inside) <= size, "the window is too full")
-            overtaken = [member.overtaken for member in self._queue.inside.values()]
-            self._check(all(count <= max(0, size - 1) for count in overtaken), "somebody was overtaken too often")
+            inside, size = self._queue.inside, self.machine.window
+            self._check(len(inside) <= size, "the window is too full")
+            self._check(all(count < size for count in inside.values()), "somebody was overtaken too often")
         self._check(all(name in self._live for name in started), "somebody started who is not there")
 
 
@@ -462,11 +463,11 @@ def _make_cache(machine: VirtualServer, rates: Rates, *, arrived: Callable[[int]
 
 
 def _make_scheduler(
-    machine: VirtualServer, cache: CacheManager, queue: WaitingQueue, predictor: LengthPredictor
+    machine: VirtualServer, cache: CacheManager, policy: Policy, predictor: LengthPredictor
 ) -> Scheduler:
     return Scheduler(
         cache=cache.view,
-        queue=queue,
+        policy=policy,
         predictor=predictor,
         cost=machine.step_cost(misjudged=machine.misjudged),
         limits=SchedulerLimits(
@@ -478,9 +479,6 @@ def _make_scheduler(
             least_chunk_tokens=machine.least_chunk_tokens,
             chunked_prefill=machine.chunked_prefill,
         ),
-        fair_places=machine.policy in FAIR,
-        scores=machine.scores,
-        timed_loads=machine.policy != "due",
     )
 
 
@@ -491,7 +489,7 @@ def random_case(seed: int) -> Simulation:
         hbm_blocks=rng.randint(8, 40),
         dram_blocks=rng.choice([0, 6, 20, 60]),
         disk_blocks=rng.choice([0, 0, 40, 400]),
-        policy=rng.choice(["car", "car", "car-hidden", "priority", "fcfs"]),
+        policy=rng.choice(["due", "due", "due", "car", "fcfs"]),
         window=rng.randint(1, 6),
         max_seqs=rng.choice([1, 1, 2, 3, 5]),
         step_tokens=rng.choice([16, 64, 256]),

@@ -20,8 +20,6 @@ LEAST_CHUNK = 16  # tokens: less would not pay for the step
 _LEAST_SHARE = 0.2  # share of the target that prompts get, however long the rest of the step takes
 _JUDGED = 128  # steps by which predictions are judged
 _FIRST_JUDGEMENT = 1.25  # seconds measured in units of those predicted, before the first
-_TPOT_WEIGHT = 0.1  # weight of a new step in the mean time between tokens
-_STEP_WEIGHT = 0.3  # weight of a new step in the time of its kind: higher, to follow the latest steps
 _MOST_MARGIN = 2.0  # where steps are held up by more than that, smaller ones would be held up as well
 
 
@@ -50,10 +48,6 @@ class StepWork(NamedTuple):
         tokens."""
         attended = num_tokens * (context_len + num_tokens / 2) / 1000
         return StepWork(self.prefill_tokens + num_tokens, self.attended + attended, self.decode_rows, self.read)
-
-    def plus_row(self, context_len: int) -> "StepWork":
-        """Return this work plus one more decoding sequence that has `context_len` tokens of context."""
-        return self.plus_rows([context_len])
 
     def plus_rows(self, context_lens: Sequence[int]) -> "StepWork":
         """Return this work plus one more decoding sequence for each entry of `context_lens`, which is the tokens of its
@@ -197,32 +191,6 @@ class StepCost:
         # A prompt is never free of charge: where noise says so, a trace of the prior's price is left.
         terms[1] = max(terms[1], 0.05 * prior[1])
         return tuple(max(0.0, term) for term in terms)
-
-
-class Pace:
-    """Running means over recent steps with decodes, of the seconds from the start of a step to the start of the next.
-    That is how long a decoding sequence waits between two tokens."""
-
-    def __init__(self) -> None:
-        self.is_known = False
-        self.tpot_s = 0.0
-        """Mean seconds between two tokens of a stream; 0 before the first step with decodes."""
-        self.plain_s = self.mixed_s = 0.0
-        """Mean seconds of steps that only decode (plain) and of steps that compute prompts as well (mixed)."""
-        self.chunk_tokens = 256.0
-        """Mean prompt tokens in a step that decodes and computes prompts."""
-
-    def decoded(self, period_s: float, prompt_tokens: int) -> None:
-        """Learn that a step with decodes started `period_s` before its successor and also computed `prompt_tokens` of
-        prompts."""
-        if not self.is_known:
-            self.is_known, self.tpot_s, self.plain_s, self.mixed_s = True, period_s, period_s, period_s
-        self.tpot_s += _TPOT_WEIGHT * (period_s - self.tpot_s)
-        if prompt_tokens:
-            self.mixed_s += _STEP_WEIGHT * (period_s - self.mixed_s)
-            self.chunk_tokens += _STEP_WEIGHT * (prompt_tokens - self.chunk_tokens)
-        else:
-            self.plain_s += _STEP_WEIGHT * (period_s - self.plain_s)
 
 
 class StepBudget(Protocol):

@@ -1,15 +1,13 @@
-"""The order by work and wait: the request that is due first starts first. The policy `due`."""
+"""Implements the policy `due`, the order by work and wait: the request that is due first starts first."""
 
 from bisect import bisect_left, insort
 from collections.abc import Container
-from collections.abc import Sequence as Items
 from itertools import islice
 from typing import NamedTuple
 
 from reprise.scheduler.line import Line
 from reprise.scheduler.ports import CacheView
 from reprise.scheduler.queues.fair_share import FairShare
-from reprise.scheduler.queues.waiting_queue import FRONT
 from reprise.scheduler.sequence import Sequence
 
 _REFRESH_TOKENS, _REFRESH_REQUESTS = 4096, 64  # contexts and requests that a step looks up again, at least one
@@ -58,10 +56,6 @@ class DueQueue:
     def __len__(self) -> int:
         return len(self._looks)
 
-    def due_s(self, sequence: Sequence) -> float:
-        """Return when a waiting request is due, on the clock of arrivals."""
-        return self._looks[sequence].due_s
-
     def add(self, sequence: Sequence) -> None:
         self._arrivals += 1
         self._shares.add(sequence, self._look(sequence, self._arrivals, sequence.arrived_s))
@@ -88,32 +82,22 @@ class DueQueue:
         while self._last_starts and self._last_starts[0][0] < now:
             self._look_again(self._last_starts[0][2], now)
 
-    def foresee(self, opens_s: Items[float], loading_s: float) -> None:
-        """Do nothing: the order does not depend on when places are free."""
-
     def best(self, skipped: Container[Sequence]) -> Sequence | None:
-        first = self._shares.first(())
+        first = self._shares.first()
         if first is None or first not in skipped:
             return first
         return next((sequence for sequence in self._shares.upcoming().members if sequence not in skipped), None)
 
     def may_be_passed(self, sequence: Sequence, now: float) -> bool:
+        """Return whether the request is not due yet."""
         return now < self._looks[sequence].due_s
-
-    def waited_for(self) -> None:
-        """Return None: `may_be_passed` says until when others may start first."""
-
-    def front(self) -> tuple[Sequence, ...]:
-        return self._shares.upcoming().members[:FRONT]
-
-    def once_loaded(self) -> tuple[Sequence, ...]:
-        return self.front()
-
-    def near(self) -> None:
-        return None
 
     def upcoming(self) -> Line[Sequence]:
         return self._shares.upcoming()
+
+    def explain(self, sequence: Sequence, now: float) -> dict[str, float]:
+        """Return in how many seconds the request is due; below 0, if it has been due."""
+        return {"due_in_s": self._looks[sequence].due_s - now}
 
     def _look_again(self, sequence: Sequence, now: float) -> None:
         before = self._forget(sequence)

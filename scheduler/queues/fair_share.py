@@ -1,7 +1,7 @@
 """Orders waiting requests so that tenants get equal shares, however many requests each of them sends."""
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from reprise.scheduler.line import Line
@@ -19,15 +19,14 @@ has ended."""
 @dataclass(frozen=True, slots=True)
 class _Waiting:
     sequence: Sequence
-    number: int  # its place in the order of arrival
+    number: int  # counts arrivals
     cost: float  # tokens over the weight of the request
-    tag: float  # its place among the requests of its tenant
+    place: float  # by which the requests of its tenant are ordered
 
 
 @dataclass(slots=True)
 class _Tenant:
     served: float = 0.0  # virtual time at which its next request may start
-    last_tag: dict[float, float] = field(default_factory=dict)  # weight -> where its last request ends
     waiting: list[tuple[float, int, _Waiting]] = field(default_factory=list)
     starts: list[tuple[float, int, Sequence]] | None = None  # virtual start times of `waiting`; None: not yet computed
 
@@ -40,8 +39,8 @@ class FairShare:
     When a request starts, its tenant's clock advances by cost / weight of the request. The request with the earliest
     virtual start goes first. So tenants with work get equal shares in tokens, and the request of a tenant that comes
     seldom is next. A tenant's clock that shows less than the common clock is set to the common clock, so that a tenant
-    gains no claim while it has no requests. The cost is first charged as expected, corrected at the end of the request,
-    and given back if the request never started. Within a tenant, requests of different weights share in the same way.
+    gains no claim while it has no requests. The cost is first charged as expected, and corrected at the end of the
+    request. Within a tenant, the order is that of the places that the caller gives.
 
     An arrival or a departure costs work for one tenant's requests alone. The order over all tenants is merged anew when
     it is asked for after a change. In a long line, the merged order may be a few steps old after a request has ended;
@@ -62,38 +61,32 @@ class FairShare:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def add(self, sequence: Sequence, place: float | None = None) -> None:
-        """place: the requests of a tenant go in ascending order of it; None: as requests of different weights share."""
+    def add(self, sequence: Sequence, place: float) -> None:
+        """Add a request that has arrived. The requests of a tenant start in ascending order of `place`, those with
+        equal places in order of arrival."""
         self._arrivals += 1
         tenant = self._tenants.setdefault(sequence.tenant, _Tenant())
         if not tenant.waiting:
             tenant.served = max(tenant.served, self._now)
-            tenant.last_tag = {}
         cost = max(1.0, self._cost(sequence)) / sequence.weight
-        if place is None:
-            place = max(tenant.last_tag.get(sequence.weight, 0.0), tenant.waiting[0][0] if tenant.waiting else 0.0)
-            tenant.last_tag[sequence.weight] = place + cost
-        entry = self._entries[sequence] = _Waiting(sequence, self._arrivals, cost, place)
-        insort(tenant.waiting, (entry.tag, entry.number, entry))
-        tenant.starts, self._is_current = None, False
+        self._enter(_Waiting(sequence, self._arrivals, cost, place))
+        self._is_current = False
 
     def move(self, sequence: Sequence, place: float) -> None:
-        """A waiting request has another place among those of its tenant. In a long line the merge waits a few steps."""
-        self._leave(self._entries[sequence])
-        entry = self._entries[sequence] = replace(self._entries[sequence], tag=place)
-        tenant = self._tenants[sequence.tenant]
-        insort(tenant.waiting, (entry.tag, entry.number, entry))
-        tenant.starts = None
+        """Give a waiting request another place among those of its tenant. In a long line the merge waits a few
+        steps."""
+        entry = self._entries[sequence]
+        self._leave(entry)
+        self._enter(replace(entry, place=place))
         self._is_current, self._outdated = self._may_wait(), max(1, self._outdated)
 
     def remove(self, sequence: Sequence) -> None:
-        """Remove a waiting request that was cancelled."""
+        """Remove a waiting request that was cancelled. Raises KeyError if it does not wait."""
         self._leave(self._entries.pop(sequence))
         self._settle(sequence.tenant, 0.0)
 
     def take(self, sequence: Sequence) -> None:
-        """Remove a request that enters the window (CaR's next few requests) or starts, and charge its tenant the
-        expected cost."""
+        """Remove a request that starts, and charge its tenant the expected cost."""
         entry = self._entries.pop(sequence)
         # A request that starts out of turn does not move the common time past those that wait for theirs.
         self._now = max(self._now, min(tenant.served for tenant in self._tenants.values() if tenant.waiting))
@@ -110,10 +103,6 @@ class FairShare:
             index = order.index(sequence)
             self._line, self._is_current = self._line.followed_by(order[:index] + order[index + 1 :]), True
 
-    def refund(self, sequence: Sequence) -> None:
-        """Give a tenant back what `take` charged for a request that was cancelled before it started."""
-        self._settle(sequence.tenant, -self._charged.pop(sequence))
-
     def finished(self, sequence: Sequence) -> None:
         """Replace the charge of a request that has ended by its true cost. Ignores requests that `take` never
         charged."""
@@ -123,15 +112,13 @@ class FairShare:
             if was_current and len(self._entries) >= _PER_STEP:
                 self._is_current, self._outdated = True, max(1, self._outdated)
 
-    def first(self, excluded: Container[str]) -> Sequence | None:
-        """Return the next request among tenants that are not in `excluded`; None if there is none."""
-        heads = (
-            (tenant.served, tenant.waiting[0][1], tenant.waiting[0][2].sequence)
-            for name, tenant in self._tenants.items()
-            if tenant.waiting and name not in excluded
-        )
-        best = min(heads, default=None, key=lambda head: head[:2])
-        return best[2] if best is not None else None
+    def first(self) -> Sequence | None:
+        """Return the next request; None if there is none."""
+        tenants = [tenant for tenant in self._tenants.values() if tenant.waiting]
+        if not tenants:
+            return None
+        # Numbers are unique, so requests are not compared.
+        return min((tenant.served, *tenant.waiting[0][1:]) for tenant in tenants)[2].sequence
 
     def upcoming(self) -> Line[Sequence]:
         """Return the requests in the order in which they would start if nothing else happened."""
@@ -164,9 +151,15 @@ class FairShare:
                 begin += entry.cost
         return tenant.starts
 
+    def _enter(self, entry: _Waiting) -> None:
+        self._entries[entry.sequence] = entry
+        tenant = self._tenants[entry.sequence.tenant]
+        insort(tenant.waiting, (entry.place, entry.number, entry))
+        tenant.starts = None
+
     def _leave(self, entry: _Waiting) -> None:
         waiting = self._tenants[entry.sequence.tenant].waiting
-        del waiting[bisect_left(waiting, (entry.tag, entry.number))]
+        del waiting[bisect_left(waiting, (entry.place, entry.number))]
 
     def _settle(self, name: str, cost: float) -> None:
         """Advance a tenant's virtual clock (the weighted tokens it was charged) by `cost`, which may be negative, and

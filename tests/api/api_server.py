@@ -16,16 +16,10 @@ from tests.app.fakes import STATS, FakeEngine, FakeStream, Script, make_settings
 
 IDLE = SchedulerState(
     policy="car",
-    window=8,
-    waiting={"1": 0, "2": 0, "3": 0, "resumed": 0, "outside": 0},
     front=[],
-    overtakes=0,
     preemptions=0,
     fair_preemptions=0,
-    timer={"early": 0, "on_time": 0, "late": 0, "wasted": 0},
     loads={"finished": 0, "hidden": 0, "exposed": 0},
-    prediction_error=0.0,
-    tpot_s=0.02,
     step_cost={"fixed": 0.001},
 )
 

@@ -38,9 +38,7 @@ def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
 async def reported(redis: RedisServer, tmp_path: Path) -> dict[str, set[str]]:
     """Metric -> its labels, of a replica that has answered and of a gateway."""
     engine = FakeEngine(directory=write_tokenizer(tmp_path))
-    state = msgspec.structs.replace(
-        queue(waiting("r/0", "t")), timer={"late": 1}, loads={"hidden": 2}, waiting={"1": 0, "2": 0, "3": 1}
-    )
+    state = msgspec.structs.replace(queue(waiting("r/0", "t")), loads={"hidden": 2})
     engine.stats = msgspec.structs.replace(STATS, scheduler=state)
     secret = tmp_path / "secret"
     secret.write_text("ab" * 32)

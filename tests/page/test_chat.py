@@ -400,7 +400,7 @@ def test_the_live_view_shows_tiers_sessions_queue_and_first_tokens(page: Any, se
         row.wait_for()
         assert live.get_by_role("meter", name="Disk in use").get_attribute("aria-valuenow") == "25"
         assert "2 waiting" in live.locator('[data-part="queue"]').inner_text()
-        slots = live.get_by_role("list", name="Shuffled window, 8 places")
+        slots = live.get_by_role("list", name="Requests that start next")
         assert slots.locator("li[data-class='3']").count() == 2
         engine.kept["local", "crowd"] = session_info(
             "crowd", last_used_s=9e9, bytes={"disk": MIB, "hbm": MIB}, blocks={"disk": 4, "hbm": 4}

@@ -38,11 +38,14 @@ def test_a_conversation_goes_on_after_a_restart_with_its_history_from_disk(brows
         assert page.locator("article.theirs").count() == 2
         answer = send(page, "Who is your favorite singer?")
         sources = answer.locator(".provenance").get_attribute("data-sources").split()
-        assert "disk" in sources, answer.inner_text()
-        disk, computed = (
-            int(answer.locator(f".legend li:has([data-source={source}])").inner_text().split()[-1].replace(",", ""))
-            for source in ("disk", "computed")
-        )
-        assert disk > computed
+        # The page announces an opened conversation, so its blocks may come from disk into DRAM before the question.
+        assert {"disk", "dram"} & set(sources), answer.inner_text()
+        tokens = {
+            source: int(
+                answer.locator(f".legend li:has([data-source={source}])").inner_text().split()[-1].replace(",", "")
+            )
+            for source in sources
+        }
+        assert sum(count for source, count in tokens.items() if source != "computed") > tokens["computed"]
         page.get_by_role("row").filter(has_text="Hello! Do you like").wait_for()
     page.close()

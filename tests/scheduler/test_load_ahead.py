@@ -33,14 +33,15 @@ def test_the_next_one_loads_while_others_take_all_places():
 def test_only_the_head_of_the_line_and_only_to_load():
     loop = a_full_house()
     loop.cache.to_load["b"] = 0
-    for name in ("a", "b", "c"):
+    for name in "abcdef":
         loop.add(name, 5)
     loop.step()
     assert set(loop.cache.held) == {"a"}, "pages that wait for nothing are of more use to others"
-    loop.cache.to_load["b"], loop.cache.to_load["c"] = 400, 400
-    loop.step()
-    loop.step()
-    assert set(loop.cache.held) == {"a", "b"}
+    for name in "bcdef":
+        loop.cache.to_load[name] = 400
+    for _ in range(5):  # each step looks at one of them again
+        loop.step()
+    assert set(loop.cache.held) == {"a", "b", "c", "d", "e"}, "the first four that wait"
 
 
 def test_while_a_place_is_free_nobody_is_ahead():
@@ -105,6 +106,25 @@ def test_one_who_is_put_before_it_takes_its_room():
     assert loop.step() == [("a", 6)]
     assert loop.running == ["a"]
     assert set(loop.cache.held) == {"a"}
+
+
+def test_a_later_arrival_that_is_due_first_keeps_its_pages_when_room_is_short():
+    loop = make_loop(policy="due", room=40, max_seqs=1)
+    for name in ("long", "short"):
+        loop.cache.resident[name], loop.cache.to_load[name] = 4, 400
+    running = loop.add("running", 6, max_tokens=30)
+    loop.step()
+    loop.add("long", 20, arrived_s=1.0)  # 16 tokens are missing
+    loop.step()
+    loop.add("short", 6, arrived_s=1.1)  # 2 are
+    loop.step()
+    loop.step()  # its load under way, it is due first
+    assert loop.upcoming == ["short", "long"]
+    assert set(loop.cache.held) == {"running", "long", "short"}
+    while "long" in loop.cache.held and "short" in loop.cache.held:
+        loop.step()
+        assert running.output_tokens < 30, "room is never short"
+    assert set(loop.cache.held) == {"running", "short"}, "what comes last gives its pages back first"
 
 
 @pytest.mark.parametrize("chunked", [True, False])

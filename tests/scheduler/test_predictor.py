@@ -61,18 +61,20 @@ def test_answers_that_are_all_as_long_are_known_to_the_token():
     predictor = QuantilePredictor(quantile=0.5)
     for _ in range(30):
         predictor.learn(answer(118))
-    assert predictor.lengths(answer(), (0.1, 0.5, 0.9)) == [118] * 3
+    assert predictor.predict(answer()) == 118
     assert predictor.predict(answer(117)) == 118
 
 
 def test_the_longer_an_answer_is_the_longer_it_is_expected_to_be():
     rng = random.Random(3)
-    predictor = QuantilePredictor(quantile=0.5)
+    predictors = [QuantilePredictor(quantile=quantile) for quantile in (0.25, 0.5, 0.75)]
     for _ in range(400):
-        predictor.learn(answer(round(rng.lognormvariate(5, 0.5))))
+        ended = answer(round(rng.lognormvariate(5, 0.5)))
+        for predictor in predictors:
+            predictor.learn(ended)
     last = 0
     for said in range(0, 400, 20):
-        low, median, high = predictor.lengths(answer(said), (0.25, 0.5, 0.75))
+        low, median, high = [predictor.predict(answer(said)) for predictor in predictors]
         assert said < low <= median <= high
         assert median >= last
         last = median

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from reprise.scheduler.budgets.budget import StepCost
 from reprise.scheduler.limits import SchedulerLimits
+from reprise.scheduler.make_policy import make_policy
 from reprise.scheduler.predictor import MaxTokensPredictor
-from reprise.scheduler.queues.make_queue import FAIR, make_queue
 from reprise.scheduler.scheduler import QueueFull, Scheduler
 from reprise.scheduler.sequence import SequenceState
 from tests.conftest import greedy, make_sequence
@@ -156,16 +156,9 @@ def make_loop(
 ):
     cache = FakeCache(room)
     predictor = predictor or MaxTokensPredictor()
-    queue = make_queue(
-        policy,
-        cache=cache,
-        predictor=predictor,
-        window=window,
-        patience=patience,
-    )
     scheduler = Scheduler(
         cache=cache,
-        queue=queue,
+        policy=make_policy(policy, cache=cache, predictor=predictor, patience=patience, window=window, scores=scores),
         predictor=predictor,
         cost=cost or make_cost(),
         limits=SchedulerLimits(
@@ -177,9 +170,6 @@ def make_loop(
             least_chunk_tokens=least_chunk_tokens,
             chunked_prefill=chunked_prefill,
         ),
-        scores=scores,
-        fair_places=policy in FAIR,
-        timed_loads=policy != "due",
     )
     return Loop(scheduler, cache)
 

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reprise.scheduler.limits import SchedulerLimits
+from reprise.scheduler.make_policy import POLICIES, make_policy
 from reprise.scheduler.predictor import QuantilePredictor
-from reprise.scheduler.queues.make_queue import FAIR, ORDERS, make_queue
 from reprise.scheduler.scheduler import Scheduler
 from reprise.scheduler.sequence import Sequence
 from tests.cache.pool_model import PoolModel, make_manager
@@ -118,7 +118,7 @@ class Server:
     step_tokens=st.integers(8, 120),
     chunked=st.booleans(),
     policy=st.sampled_from(["lru", "fifo"]),
-    order=st.sampled_from(ORDERS),
+    order=st.sampled_from(POLICIES),
     reuse=st.integers(0, 5).map(bool),
 )
 def test_conversations_in_a_memory_too_small_for_them(
@@ -131,12 +131,9 @@ def test_conversations_in_a_memory_too_small_for_them(
     predictor = QuantilePredictor(quantile=0.5)
     scheduler = Scheduler(
         cache=manager.view,
-        queue=make_queue(order, cache=manager.view, predictor=predictor, window=3, patience=8.0),
+        policy=make_policy(order, cache=manager.view, predictor=predictor, patience=8.0, window=3, scores=True),
         predictor=predictor,
         cost=make_cost(),
-        fair_places=order in FAIR,
-        timed_loads=order != "due",
-        scores=True,
         limits=SchedulerLimits(
             max_seqs=max_seqs,
             max_queued=100,

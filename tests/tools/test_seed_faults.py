@@ -60,7 +60,7 @@ def test_near_tests_come_first_and_none_twice() -> None:
     assert stages("cache/storage/space.py", far=False)[2] == ("its top folder", ["tests/cache"])
 
 
-COMPARES = "def test_it():\n    assert open('scheduler/nearness.py').read() == {source!r}\n"
+COMPARES = "def test_it():\n    assert open('scheduler/waiting.py').read() == {source!r}\n"
 FAILS = "def test_that_always_fails():\n    assert False\n"
 
 
@@ -69,17 +69,17 @@ FAILS = "def test_that_always_fails():\n    assert False\n"
 )
 def test_what_tests_find_is_told_and_the_copy_is_mended(tmp_path: Path, test: str, found_by: str) -> None:
     """A test that fails without the fault as well has not found it."""
-    source = (ROOT / "scheduler" / "nearness.py").read_text()
-    fault = faults_in("scheduler/nearness.py", source)[0]
-    file = tmp_path / "tests" / "scheduler" / "test_nearness.py"
+    source = (ROOT / "scheduler" / "waiting.py").read_text()
+    fault = faults_in("scheduler/waiting.py", source)[0]
+    file = tmp_path / "tests" / "scheduler" / "test_waiting.py"
     for path, text in (
         (tmp_path / "pytest.ini", "[pytest]\nmarkers =\n    dear: x\n    gpu: x\n    api: x\n    slow: x\n"),
-        (tmp_path / "scheduler" / "nearness.py", source),
+        (tmp_path / "scheduler" / "waiting.py", source),
         (file, test.format(source=source)),
     ):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     verdict = judge(fault, tmp_path, everything=False, far=False)
     assert verdict.found_by == found_by
-    assert verdict.test == ("tests/scheduler/test_nearness.py::test_it" if found_by else "")
-    assert (tmp_path / "scheduler" / "nearness.py").read_text() == source
+    assert verdict.test == ("tests/scheduler/test_waiting.py::test_it" if found_by else "")
+    assert (tmp_path / "scheduler" / "waiting.py").read_text() == source

@@ -46,17 +46,17 @@ async def metrics(request: Request) -> Response:
 
 @router.get("/v1/scheduler", **described("Show the queue", answers.SchedulerObject))
 async def scheduler(request: Request) -> dict[str, Any]:
-    """Return the state of the queue. `front` are the requests that start next: for each the class of its transfer
-    (CaR's 1, 2 or 3), how often others have overtaken it, and where its KV lies. `timer` counts the loads that were
-    started ahead of their request. The state is that of the engine's last heartbeat, at most a second ago. All tenants'
-    requests are listed, so where keys are configured only `server.admin_keys` may read it."""
+    """Return the state of the queue. `front` are the requests that start next: for each where its KV lies, and in
+    `order` what decides where it stands: `due_in_s` for the policy `due`; for `car` its `class` (1, 2 or 3), and how
+    often others have `overtaken` it. The state is that of the engine's last heartbeat, at most a second ago. All
+    tenants' requests are listed, so where keys are configured only `server.admin_keys` may read it."""
     require_admin(request)
     readiness_of(request).require()
     stats = engine_of(request).stats
     if stats is None or stats.scheduler is None:
         raise unavailable("The engine has not reported yet.", code="unavailable", retry_after_s=1.0)
     answer: dict[str, Any] = msgspec.to_builtins(stats.scheduler)
-    return {"object": "scheduler", "running": stats.running, **answer}
+    return {"object": "scheduler", "running": stats.running, "waiting": stats.waiting, **answer}
 
 
 @router.get("/version", **described("Show the versions", answers.Version))

@@ -15,7 +15,7 @@ from reprise.cache.policies.keep import BLOCK_SCORERS
 from reprise.engine.build.codec import CODECS
 from reprise.kernels.selectors import SELECTORS
 from reprise.model.directories import source_of
-from reprise.scheduler.queues.make_queue import ORDERS
+from reprise.scheduler import make_policy
 
 
 def load(config: Path | None = None, environ: dict[str, str] | None = None, **flags: str) -> Settings:
@@ -193,8 +193,8 @@ def test_every_scorer_of_what_a_cut_drops_can_be_chosen():
     assert set(get_args(CacheSettings.model_fields["block_scorer"].annotation)) == set(BLOCK_SCORERS)
 
 
-def test_every_order_of_requests_can_be_chosen():
-    assert set(get_args(SchedulerSettings.model_fields["policy"].annotation)) == set(ORDERS)
+def test_every_policy_of_the_scheduler_can_be_chosen():
+    assert set(get_args(SchedulerSettings.model_fields["policy"].annotation)) == set(make_policy.POLICIES)
 
 
 def test_every_codec_can_be_chosen():

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from contextlib import ExitStack, nullcontext
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -32,6 +33,7 @@ def test_first_and_returning_turns_are_told_apart():
     assert found["first"] == {"count": 1, "mean": 2000, "p50": 2000, "p95": 2000, "p99": 2000, "max": 2000}
     assert (found["returning"]["p50"], found["returning"]["mean"]) == (500, 600)
     assert (found["ttft"]["count"], found["ttft"]["max"]) == (3, 2000)
+    assert (found["e2e"]["count"], found["e2e"]["max"]) == (3, 2060)
     assert (found["tpot"]["count"], found["tpot"]["p95"], found["itl"]["count"]) == (3, 100, 9)
 
 
@@ -47,8 +49,10 @@ def test_what_is_held_against_the_others(mine, missed):
     first, returning = ({"due": ours, "fcfs": 1.0} for ours in mine)
     row = {"kv": "hbm", "share": 1.0, **served.summarize(rounds_of(first, returning))}
     held = served.verdicts([row], 4)
-    assert len(held) == 6
-    assert [line.removeprefix("KV in hbm, 100%: ") for line, holds in held.items() if not holds] == missed
+    assert len(held) == 8
+    lines = [line.removeprefix("KV in hbm, 100%: ") for line, holds in held.items() if not holds]
+    assert [line for line in lines if line.startswith("TTFT")] == missed
+    assert any(line.startswith("E2E") for line in lines) == bool(missed)
     assert row["over"]["fcfs"]["due"]["first"]["p95"] == mine[0]
     assert not all(served.verdicts([row], 3).values())
 
@@ -61,21 +65,29 @@ def test_every_server_plays_every_seed_at_a_share_of_what_is_carried(tmp_path, m
         return [turn(n, 1.0, due_s=t.due_s) for c in conversations for n, t in enumerate(c.turns)]
 
     monkeypatch.setattr(served, "play", play)
-    monkeypatch.setattr(served, "serve", lambda name, settings: nullcontext(name))
-    monkeypatch.setattr(served, "counts", lambda server: Counter(overtakes=len(played)))
-    words = ["--model", str(BUNDLED), "--seeds", "2", "--kv", "disk", "--shares", "0.5", "1", "--arms", "due", "fcfs"]
+    programs = {}
+
+    def serve(name, settings, program):
+        programs[name] = program
+        return nullcontext(name)
+
+    monkeypatch.setattr(served, "serve", serve)
+    monkeypatch.setattr(served, "counts", lambda server: Counter({"loads hidden": len(played)}))
+    words = ["--model", str(BUNDLED), "--seeds", "2", "--kv", "disk", "--shares", "0.5", "1", "--arms", "fcfs"]
+    words += ["--other", "/before/bin/reprise", "due"]
     with ExitStack() as stack:
         run = Run(arguments=served.EXPERIMENT.parse(words), console=Console(quiet=True), stack=stack,
                   directory=tmp_path, write=lambda result: None)  # fmt: skip
         result = served.measure(run)
-    by_seed = [(server, seed) for server, seed, _ in played[3:]]
-    assert by_seed == 2 * [("due disk", 1), ("fcfs disk", 1), ("fcfs disk", 2), ("due disk", 2)]
-    assert played[2][:2] == ("fcfs disk", 0)
+    assert programs == {"fcfs disk": None, "due disk": Path("/before/bin/reprise")}
+    by_seed = [(server, seed) for server, seed, _ in played[2:]]
+    carried = ("fcfs disk", 0)
+    assert by_seed == 2 * [carried, ("fcfs disk", 1), ("due disk", 1), ("due disk", 2), ("fcfs disk", 2)]
     assert played[2][2] < 0.01, "what is carried: all at once"
-    assert played[3][2] == pytest.approx(2 * played[7][2]), "twice the rate: half the time"
+    assert played[3][2] == pytest.approx(2 * played[8][2]), "twice the rate: half the time"
     rows = result["rows"]
-    assert [(row["kv"], row["share"], row["counts"]["fcfs"]["overtakes"]) for row in rows] == [
+    assert [(row["kv"], row["share"], row["counts"]["fcfs"]["loads hidden"]) for row in rows] == [
         ("disk", 0.5, 2), ("disk", 1.0, 2),
     ]  # fmt: skip
-    assert {tuple(row["arms"]) for row in rows} == {("due", "fcfs")}
+    assert {tuple(row["arms"]) for row in rows} == {("fcfs", "due")}
     served.show(Console(quiet=True), result)

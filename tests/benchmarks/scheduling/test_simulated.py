@@ -12,7 +12,7 @@ from benchmarks.harness.experiment import Run
 from benchmarks.scheduling import simulated
 from benchmarks.scheduling.simulated import Served, classes_row, describe, overtakes, play
 from benchmarks.scheduling.workloads import Classes, Recorded, lognormal, varied
-from reprise.scheduler.queues.make_queue import ORDERS
+from reprise.scheduler.make_policy import POLICIES
 
 SMALL = Classes(
     conversations=6, first_tokens=200, turn_tokens=50, answer_tokens=4, turns_each=2, in_hbm=3, in_dram=1, turns=20,
@@ -54,7 +54,7 @@ def test_lengths_are_drawn_about_the_same_means_and_fit(tmp_path):
         assert max(sum(t.prompt_tokens + t.answer_tokens for t in c.turns) for c in cut) <= most
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("order", POLICIES)
 def test_all_classes_are_played(order):
     row = classes_row(SMALL, 3.0, 2.0, prefill_s=0.03)
     machine = replace(row.machine, policy=order)
@@ -74,7 +74,7 @@ def test_the_program_runs_and_is_drawn(tmp_path):
 
     result = run(["--rounds", "2", "--turns", "10", "--rows", "1", "--processes", "1"])
     (row,) = result["rows"]
-    assert set(row["ttft_ms"]) == {*ORDERS, "due-4", "due-16"}
+    assert set(row["ttft_ms"]) == {*POLICIES, "due-4", "due-16"}
     assert {"due/fcfs", "due/car", "due/due-16", "car/fcfs"} <= set(row["ratios"])
     assert "due: longest wait at most 1.6 x fcfs" in result["held"]
     for found in (row["ratios"], row["ratios_by_kind"]["returning"]):
@@ -83,4 +83,8 @@ def test_the_program_runs_and_is_drawn(tmp_path):
     simulated.show(Console(quiet=True), result)
     draw(drawn(result["rows"]), tmp_path / "figure.png")
     assert (tmp_path / "figure.png").stat().st_size > 10_000
+    arms = row["ttft_ms"]
+    earlier = {"car-hidden": arms["due"], "priority": arms["car"], "fcfs": arms["fcfs"]}
+    draw(row | {"ttft_ms": earlier}, tmp_path / "earlier.png")
+    assert (tmp_path / "earlier.png").stat().st_size > 10_000, "results of policies that were removed since"
     assert any(line.startswith("- due/fcfs: mean") for line in simulated_section(result, "here"))

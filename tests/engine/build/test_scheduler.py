@@ -1,4 +1,4 @@
-"""Tests every scheduling order in a real engine: texts must equal those of an undisturbed run."""
+"""Tests every scheduling policy in a real engine: texts must equal those of an undisturbed run."""
 
 from pathlib import Path
 from typing import Any
@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 from reprise.cache.blocks.keys import BLOCK_TOKENS
+from reprise.scheduler.make_policy import POLICIES
 from tests.engine.driver import Answer, Driver, assert_greedy
 from tests.engine.models import random_ids, tiny_model
 
@@ -37,7 +38,7 @@ def count_computed(driver: Driver) -> list[int]:
     return computed
 
 
-@pytest.mark.parametrize("policy", ["car", "car-hidden", "priority"])
+@pytest.mark.parametrize("policy", POLICIES)
 def test_conversations_in_a_memory_too_small_for_them(path: Path, vanilla: Any, tmp_path: Path, policy: str) -> None:
     driver = Driver(
         path,
@@ -73,7 +74,7 @@ def test_conversations_in_a_memory_too_small_for_them(path: Path, vanilla: Any, 
 
 
 def test_whoever_gives_way_to_another_tenant_computes_nothing_twice(path: Path, vanilla: Any) -> None:
-    driver = Driver(path, scheduler_policy="car", window=3, max_seqs=2)
+    driver = Driver(path, scheduler_policy="due", max_seqs=2)
     computed = count_computed(driver)
     flood = [
         driver.submit(f"f{n}", random_ids(40, n), tenant="flood", max_tokens=30, ignore_eos=True) for n in range(5)
@@ -103,16 +104,15 @@ def test_what_the_heartbeat_says_of_the_queue(path: Path) -> None:
     driver.step()
     state = driver.engine.stats().scheduler
     assert state is not None
-    assert state.window == 3
-    assert state.waiting == {"2": 2, "outside": 3}
-    first = state.front[0]
-    assert (first.request_id, first.transfer_class, first.missing_tokens) == ("r1/0", 2, 40)
+    assert [info.request_id for info in state.front] == ["r1/0", "r2/0", "r3/0", "r4/0", "back/0"]
+    first, second, *_, last = state.front
+    assert (first.order, first.missing_tokens) == ({"class": 2.0, "overtaken": 0.0}, 40)
     assert first.expected_start_s is not None
-    assert state.front[1].expected_start_s is None
+    assert second.expected_start_s is None
+    assert last.order == {}, "it is outside of the window"
     assert msgspec.json.encode(state)
     driver.run()
     state = driver.engine.stats().scheduler
     assert state is not None
-    assert state.waiting == {"outside": 0}
-    assert state.tpot_s > 0
+    assert state.front == []
     driver.close()

@@ -58,7 +58,7 @@ def run(workload, **changed) -> FleetSimulation:
     kill_s=st.sampled_from([math.inf, 0.5, 2.0]),
     drain_s=st.sampled_from([math.inf, 1.0]),
     gateways=st.integers(1, 2),
-    scheduler=st.sampled_from(["fcfs", "car-hidden"]),
+    scheduler=st.sampled_from(["fcfs", "due"]),
     load_ahead=st.integers(0, 3),
     hbm=st.sampled_from([0, 400]),
 )
@@ -75,7 +75,7 @@ def test_every_run_balances_its_books(
     assert answered == {(c.session_id, turn) for c in workload for turn in range(len(c.turns))}
 
 
-@pytest.mark.parametrize("scheduler", ["fcfs", "car-hidden"])
+@pytest.mark.parametrize("scheduler", ["fcfs", "due"])
 def test_one_replica_without_redis_is_the_plain_server(scheduler):
     """Nothing is left out, done twice or too late when a server is advanced from event to event. What comes at the same
     time may be done in another order, so the times are compared as a whole."""

@@ -39,7 +39,7 @@ CONFIGS = st.builds(
     Config,
     reuse=st.booleans(),
     policy=st.sampled_from(list(SIMULATED_POLICIES)),
-    scheduler=st.sampled_from(["fcfs", "priority", "car", "car-hidden"]),
+    scheduler=st.sampled_from(["fcfs", "car", "due"]),
     granule_tokens=st.sampled_from([0, 16]),
     truncation=st.sampled_from(["decoupled", "coupled"]),
     prefetch=st.booleans(),
@@ -140,7 +140,7 @@ def test_who_has_nothing_to_load_starts_past_a_load_or_behind_it(past, started_s
         conversation("b", 10.25, (10, 5, 0)),
     ]  # fmt: skip
     machine = replace(MACHINE, window=3000, max_seqs=3, dram_bytes=0, disk_bytes=10_000)
-    config = Config(scheduler="car-hidden", load_ahead=2, starts_past_loads=past, chunk_tokens=512)
+    config = Config(scheduler="fcfs", load_ahead=2, starts_past_loads=past, chunk_tokens=512)
     records = {(r.session_id, r.turn): r for r in simulate(workload, machine, config).records}
     loaded, other = records["a", 1], records["b", 0]
     assert loaded.sources == {"disk": 390}

@@ -21,7 +21,7 @@ def work(prefill=0, rows=0, context=0):
     if prefill:
         made = made.plus_chunk(prefill, context)
     for _ in range(rows):
-        made = made.plus_row(context)
+        made = made.plus_rows([context])
     return made
 
 

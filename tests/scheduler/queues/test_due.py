@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from reprise.scheduler.make_policy import make_policy
 from reprise.scheduler.predictor import MaxTokensPredictor
-from reprise.scheduler.queues.make_queue import make_queue
 from tests.conftest import make_sequence
 from tests.example_counts import examples
 from tests.scheduler.test_scheduler import make_loop
@@ -33,7 +33,12 @@ class Works:
 
 def make_due(patience=8.0):
     works = Works()
-    return make_queue("due", cache=works, predictor=MaxTokensPredictor(), window=4, patience=patience), works
+    policy = make_policy("due", cache=works, predictor=MaxTokensPredictor(), patience=patience, window=4, scores=False)
+    return policy.queue, works
+
+
+def due_s(queue, sequence):
+    return queue.explain(sequence, 0.0)["due_in_s"]
 
 
 def add(queue, works, name, *, at=0.0, work=0.0, tenant="", weight=1.0, tokens=10, target=None):
@@ -46,7 +51,7 @@ def add(queue, works, name, *, at=0.0, work=0.0, tenant="", weight=1.0, tokens=1
 def drain(queue):
     started = []
     while (best := queue.best(())) is not None:
-        assert queue.front()[0] is best
+        assert queue.upcoming().members[0] is best
         queue.dispatch(best)
         started.append(best.request_id)
     return started
@@ -65,7 +70,7 @@ def test_the_part_of_a_load_that_shows_is_work_as_well():
     works.exposed_s["disk"] = 2.0
     add(queue, works, "disk", at=0.0, work=1.0)
     add(queue, works, "computed", at=1.0, work=1.5)
-    assert queue.due_s(queue.front()[1]) == 3.0
+    assert due_s(queue, queue.upcoming().members[1]) == 3.0
     assert drain(queue) == ["computed", "disk"]
 
 
@@ -80,14 +85,14 @@ def test_a_request_of_more_weight_is_due_earlier():
     queue, works = make_due(patience=2.0)
     usual = add(queue, works, "usual", work=1.0)
     urgent = add(queue, works, "urgent", at=1.0, work=1.0, weight=4.0)
-    assert (queue.due_s(usual), queue.due_s(urgent)) == (2.0, 1.5)
+    assert (due_s(queue, usual), due_s(queue, urgent)) == (2.0, 1.5)
     assert drain(queue) == ["urgent", "usual"]
 
 
 def test_a_side_call_of_tiny_work_lets_the_conversation_pass_for_two_minutes():
     queue, works = make_due()
     flex = add(queue, works, "flex", work=0.01, weight=0.5)  # due at (8 * .01 + 60) / .5
-    assert queue.due_s(flex) == pytest.approx(120.16)
+    assert due_s(queue, flex) == pytest.approx(120.16)
     add(queue, works, "turn", at=90.0, work=3.0)  # at 114
     add(queue, works, "later", at=120.0, work=3.0)
     assert drain(queue) == ["turn", "flex", "later"]
@@ -98,7 +103,7 @@ def test_a_target_brings_a_request_forward_and_never_back():
     long = add(queue, works, "long", work=1.0, target=2.0)  # due at 2, not at 8
     short = add(queue, works, "short", work=0.1, target=2.0)  # at .8, not at 2
     add(queue, works, "plain", work=0.2)  # at 1.6
-    assert (queue.due_s(long), queue.due_s(short)) == (2.0, 0.8)
+    assert (due_s(queue, long), due_s(queue, short)) == (2.0, 0.8)
     assert drain(queue) == ["short", "plain", "long"]
 
 
@@ -109,28 +114,28 @@ def test_what_cannot_make_its_target_any_more_lets_those_pass_that_can():
     add(queue, works, "plain", at=4.0, work=0.5)  # at 8
     add(queue, works, "after", at=10.0, work=0.5, target=3.0)  # at 13
     queue.refresh(2.5)
-    assert queue.front()[0] is late
+    assert queue.upcoming().members[0] is late
     queue.refresh(2.6)
-    assert queue.due_s(late) == 10.0, "8 * .5, and twice 3 s"
+    assert due_s(queue, late) == 10.0, "8 * .5, and twice 3 s"
     assert drain(queue) == ["able", "plain", "late", "after"]
 
 
 def test_a_target_that_was_never_within_reach_costs_hardly_anything():
     queue, works = make_due()
     eager = add(queue, works, "eager", work=1.0, target=0.001)
-    assert queue.due_s(eager) == pytest.approx(8.002)
+    assert due_s(queue, eager) == pytest.approx(8.002)
 
 
 def test_kv_that_arrives_brings_a_target_back_within_reach():
     queue, works = make_due()
     late = add(queue, works, "late", work=2.0, target=3.0)
     queue.refresh(1.5)
-    assert queue.due_s(late) == 22.0
+    assert due_s(queue, late) == 22.0
     works.compute_s["late"] = 0.5
     queue.refresh(2.0)
-    assert queue.due_s(late) == 3.0
+    assert due_s(queue, late) == 3.0
     queue.refresh(2.6)
-    assert queue.due_s(late) == 10.0
+    assert due_s(queue, late) == 10.0
 
 
 def test_however_many_wait_a_step_knows_whose_target_is_out_of_reach():
@@ -141,7 +146,7 @@ def test_however_many_wait_a_step_knows_whose_target_is_out_of_reach():
     late = [sequence for sequence in waiting if sequence.arrived_s + 2.0 - 0.5 < 1.6]
     assert len(late) == 100
     assert queue.best(()) is waiting[100]
-    assert all(queue.due_s(sequence) > 7.9 for sequence in late if sequence is not waiting[7])
+    assert all(due_s(queue, sequence) > 7.9 for sequence in late if sequence is not waiting[7])
 
 
 TARGETED = st.lists(
@@ -248,14 +253,14 @@ def test_moves_of_kv_change_the_order_after_a_bounded_number_of_steps(works_befo
 def test_a_long_line_is_in_order_where_it_matters_at_once_and_elsewhere_soon():
     queue, works = make_due()
     sequences = [add(queue, works, f"{number:03}", at=0.01 * number, work=5.0) for number in range(300)]
-    assert queue.front()[0] is sequences[0]
+    assert queue.upcoming().members[0] is sequences[0]
     works.compute_s["299"] = 0.0
     for _ in range(2 + 300 // 64):
         queue.refresh(0.0)
     assert queue.best(()) is sequences[299], "it is chosen by what is known, not by the line"
     for _ in range(1 + 300 // 128):
         queue.refresh(0.0)
-    assert queue.front()[0] is sequences[299]
+    assert queue.upcoming().members[0] is sequences[299]
 
 
 def test_what_finds_no_room_may_be_passed_until_it_is_due():
@@ -273,14 +278,14 @@ def test_a_large_request_that_finds_no_room_is_passed_until_it_is_due_and_no_lon
     loop.add("before", 20, max_tokens=8)
     loop.step()
     large = loop.add("large", 50, arrived_s=loop.now, max_tokens=2)
-    due_s = loop.scheduler.queue.due_s(large)
+    due = due_s(loop.scheduler.queue, large)
     smalls = []
     while large.scheduled_s is None and loop.now < 400:
         smalls.append(loop.add(f"small{len(smalls)}", 20, arrived_s=loop.now, max_tokens=4))
         loop.step()
     assert large.scheduled_s is not None, "it starves"
-    passed = [s for s in smalls if s.scheduled_s is not None and s.arrived_s + 8.0 * 20 * s_per_token > due_s]
-    assert all(small.scheduled_s <= due_s for small in passed), "what is due later starts in its place no more"
+    passed = [s for s in smalls if s.scheduled_s is not None and s.arrived_s + 8.0 * 20 * s_per_token > due]
+    assert all(small.scheduled_s <= due for small in passed), "what is due later starts in its place no more"
     assert any(small.scheduled_s is not None for small in smalls), "none starts before it"
 
 

@@ -10,14 +10,15 @@ def make_share(costs=None):
     return FairShare(cost=lambda sequence: (costs or {}).get(sequence.request_id, 10))
 
 
-def add(share, name, tenant="", weight=1.0):
+def add(share, name, tenant="", weight=1.0, place=0.0):
+    """Requests with equal places go in order of arrival."""
     sequence = make_sequence(name, 4, tenant=tenant, weight=weight)
-    share.add(sequence)
+    share.add(sequence, place)
     return sequence
 
 
 def take(share):
-    sequence = share.first(())
+    sequence = share.first()
     share.take(sequence)
     return sequence
 
@@ -69,24 +70,14 @@ def test_a_heavier_request_costs_its_tenant_less():
     assert names(share.upcoming().members) == ["a0", "b0", "a1", "b1", "a2", "a3", "b2", "b3"]
 
 
-def test_within_a_tenant_weights_share_too():
+def test_within_a_tenant_the_order_is_that_of_places():
     share = make_share()
-    for n in range(4):
-        add(share, f"flex{n}", weight=0.5)
-    for n in range(2):
-        add(share, f"prio{n}", weight=2.0)
-    assert names(share.upcoming().members) == ["flex0", "prio0", "prio1", "flex1", "flex2", "flex3"]
-
-
-def test_what_never_started_is_not_charged():
-    share = make_share({"a0": 35})
-    for n in range(3):
-        add(share, f"a{n}", "a")
-        add(share, f"b{n}", "b")
-    first = take(share)
-    assert names(share.upcoming().members) == ["b0", "b1", "b2", "a1", "a2"]
-    share.refund(first)
-    assert names(share.upcoming().members) == ["b0", "a1", "b1", "a2", "b2"]
+    late, *_ = [add(share, f"a{n}", "a", place=float(9 - n)) for n in range(3)]
+    add(share, "b", "b")
+    assert names(share.upcoming().members) == ["a2", "b", "a1", "a0"]
+    share.move(late, 0.0)
+    assert names(share.upcoming().members) == ["a0", "b", "a2", "a1"]
+    assert [take(share).request_id for _ in range(4)] == ["a0", "b", "a2", "a1"]
 
 
 def test_a_guess_is_settled_when_the_truth_is_known():
@@ -150,24 +141,26 @@ def recomputed(share):
 @settings(max_examples=examples(150))
 @given(
     steps=st.lists(
-        st.tuples(st.sampled_from(["add", "take", "cancel", "finish", "refund"]), st.integers(0, 99)), max_size=80
+        st.tuples(st.sampled_from(["add", "take", "cancel", "finish", "move"]), st.integers(0, 99)), max_size=80
     )
 )
 def test_the_order_that_is_told_is_the_order_that_comes(steps):
     share, waiting, gone = make_share({f"{n}": 1 + n * 7 % 40 for n in range(80)}), [], []
     for number, (action, who) in enumerate(steps):
         if action == "add":
-            waiting.append(add(share, f"{number}", "abc"[who % 3], (0.5, 1.0, 2.0)[who % 7 % 3]))
+            waiting.append(add(share, f"{number}", "abc"[who % 3], (0.5, 1.0, 2.0)[who % 7 % 3], who % 5))
         elif action == "take" and waiting:
-            first = share.first(())
+            first = share.first()
             assert first is share.upcoming().members[0]
             share.take(first)
             waiting.remove(first)
             gone.append(first)
         elif action == "cancel" and waiting:
             share.remove(waiting.pop(who % len(waiting)))
-        elif action in ("finish", "refund") and gone:
-            (share.finished if action == "finish" else share.refund)(gone.pop(who % len(gone)))
+        elif action == "move" and waiting:
+            share.move(waiting[who % len(waiting)], who % 5)
+        elif action == "finish" and gone:
+            share.finished(gone.pop(who % len(gone)))
         assert list(share.upcoming().members) == recomputed(share)
         assert share.upcoming().version == share.upcoming().version, "nothing has happened"
         assert set(share.upcoming().members) == set(waiting)

@@ -21,8 +21,7 @@ def waiting(request_id: str, tenant: str) -> WaitingInfo:
         request_id=request_id,
         tenant=tenant,
         session_id=f"session-of-{request_id}",
-        transfer_class=3,
-        overtaken=1,
+        order={"class": 3.0, "overtaken": 1.0},
         hbm_tokens=32,
         lower_tokens={"disk": 64},
         bytes_to_load=4096,
@@ -36,16 +35,10 @@ def waiting(request_id: str, tenant: str) -> WaitingInfo:
 def queue(*front: WaitingInfo) -> SchedulerState:
     return SchedulerState(
         policy="car",
-        window=8,
-        waiting={"3": len(front), "outside": 0},
         front=list(front),
-        overtakes=0,
         preemptions=0,
         fair_preemptions=0,
-        timer={},
         loads={},
-        prediction_error=0.0,
-        tpot_s=0.01,
         step_cost={},
     )
 
@@ -99,7 +92,7 @@ async def test_a_page_is_told_what_is_where_and_what_every_answer_cost(server: R
         assert state["tiers"]["disk"] == {"used_bytes": 2000, "capacity_bytes": 8000}
         assert state["codec"] is None
         assert [session["id"] for session in state["sessions"]] == ["new", "old"]
-        assert (state["queue"]["window"], state["queue"]["waiting"]) == (8, 3)
+        assert (state["queue"]["policy"], state["queue"]["waiting"]) == ("car", 3)
         assert state["queue"]["front"][0]["lower_tokens"] == {"disk": 64}
         assert "tenant" not in state["queue"]["front"][0]
         second = (await server.chat("Again", n=2)).json()  # heard of while the stream is open

@@ -77,8 +77,7 @@ async def test_the_queue_is_shown_to_those_who_may_see_it(engine: FakeEngine, tm
         request_id="r/0",
         tenant="t",
         session_id="s",
-        transfer_class=3,
-        overtaken=1,
+        order={"class": 3.0, "overtaken": 1.0},
         hbm_tokens=32,
         lower_tokens={"dram": 64},
         bytes_to_load=4096,
@@ -89,16 +88,10 @@ async def test_the_queue_is_shown_to_those_who_may_see_it(engine: FakeEngine, tm
     )
     state = SchedulerState(
         policy="car",
-        window=8,
-        waiting={"3": 1, "outside": 0},
         front=[waiting],
-        overtakes=4,
         preemptions=2,
         fair_preemptions=1,
-        timer={"early": 1, "late": 2},
         loads={"hidden": 5},
-        prediction_error=0.25,
-        tpot_s=0.01,
         step_cost={"fixed": 0.001},
     )
     engine.stats = msgspec.structs.replace(engine.stats, scheduler=state)
@@ -110,12 +103,14 @@ async def test_the_queue_is_shown_to_those_who_may_see_it(engine: FakeEngine, tm
 
         shown = (await ask("/v1/scheduler", "key-of-the-admin")).json()
         assert shown["front"][0]["lower_tokens"] == {"dram": 64}
+        assert shown["front"][0]["order"] == {"class": 3.0, "overtaken": 1.0}
         assert (shown["object"], shown["policy"], shown["running"]) == ("scheduler", "car", engine.stats.running)
+        assert shown["waiting"] == engine.stats.waiting
         refused = await ask("/v1/scheduler", "key-of-somebody")
         assert (refused.status_code, refused.json()["error"]["code"]) == (403, "forbidden")
         found = samples((await ask("/metrics", "key-of-the-admin")).text)
-        assert found["reprise_prefetch_timer_total", (("outcome", "late"),)] == 2
-        assert found["reprise_waiting_by_class", (("class", "3"),)] == 1
+        assert found["reprise_started_loads_total", (("outcome", "hidden"),)] == 5
+        assert found["reprise_fair_preemptions_total", ()] == 1
         engine.stats = msgspec.structs.replace(engine.stats, scheduler=None)
         assert (await ask("/v1/scheduler", "key-of-the-admin")).status_code == 503
 
