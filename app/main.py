@@ -104,7 +104,8 @@ def compose(settings: Settings, engine: EnginePort | None) -> Parts:
         observers.append(tracer)
     if settings.server.access_log:
         observers.append(AnswerLog())
-    readiness = Readiness(engine=engine, aliases=settings.model.aliases)
+    chosen = settings.model
+    readiness = Readiness(engine=engine, aliases=chosen.aliases, calls=chosen.calls, thoughts=chosen.thoughts)
     sessions = SessionCommands(engine=engine, readiness=readiness, transcripts=text_thread)
     store = make_store(settings)
     if isinstance(store, RedisStore):

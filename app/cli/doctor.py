@@ -25,6 +25,7 @@ from reprise.app.cli.finding import Finding, Level
 from reprise.app.cli.redis_findings import look_at_redis
 from reprise.app.settings.settings import GIB, MIB, Settings
 from reprise.app.state_dir import weakness
+from reprise.app.text.tokenizer import ChatTokenizer, TokenizerError
 from reprise.engine.build.resources import Memory, memory
 from reprise.engine.build.sizes import dram_warnings
 from reprise.model.directories import BUNDLED, SMOLLM2, is_there, source_of
@@ -279,6 +280,24 @@ def look_at_model(settings: Settings) -> Iterator[Finding]:
         name = "the bundled demonstration" if directory == BUNDLED else directory.name
         advice = "" if settings.model.source or is_there(SMOLLM2) else HOW_TO_GET_A_MODEL
         yield Finding("model", Level.OK, f"{name}, {size / GIB:.2f} GiB", advice)
+        yield _calls(settings, directory)
+
+
+def _calls(settings: Settings, directory: Path) -> Finding:
+    """Report how the model writes calls and thoughts, as far as its chat template shows it."""
+    try:
+        tokenizer = ChatTokenizer.load(directory, calls=settings.model.calls, thoughts=settings.model.thoughts)
+    except TokenizerError as error:
+        return Finding("calls", Level.FAIL, str(error), "repair the model's directory")
+    if not tokenizer.has_chat_template:
+        return Finding("calls", Level.NOTE, "the model has no chat template", "it completes text, and takes no chats")
+    described = tokenizer.form.described
+    found = f"as {described['calls']}, thoughts as {described['thoughts']}"
+    if described["tools_in"] == "server":
+        return Finding(
+            "calls", Level.NOTE, f"{found}; its template takes no tools, so the system prompt describes them"
+        )
+    return Finding("calls", Level.OK, found)
 
 
 def _gguf(file: Path) -> Finding:

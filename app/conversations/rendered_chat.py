@@ -14,6 +14,7 @@ class TextTokenizer(Protocol):
     """The part of `reprise.app.text.tokenizer.ChatTokenizer` used here."""
 
     special_ids: frozenset[int]
+    mark_ids: frozenset[int]  # special tokens that mark calls and thoughts
     template_digest: bytes
 
     def render(

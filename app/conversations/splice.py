@@ -121,8 +121,11 @@ def cut(tokenizer: TextTokenizer, answer: RecordedAnswer, limit: int, shown: str
     characters. tail: the text after `shown`."""
     ids, ends = answer.token_ids, answer.ends
     if limit == len(answer.text) and (not ends or ends[-1] <= limit):
-        tokens = len(ids)
-        while tokens and ids[tokens - 1] in tokenizer.special_ids:
+        tokens, endings = len(ids), tokenizer.special_ids - tokenizer.mark_ids
+        while tokens and ids[tokens - 1] in endings:
+            tokens -= 1
+        # A mark at the end closes a call, unless the template writes it after every answer.
+        if tokens and ids[tokens - 1] in tokenizer.mark_ids and tail.startswith(_text_of(tokenizer, ids[tokens - 1])):
             tokens -= 1
         if tokenizer.decode(ids[:tokens], skip_special_tokens=True) == answer.text:
             return Splice(tokens, shown[limit:] + tail)
@@ -138,6 +141,10 @@ def cut(tokenizer: TextTokenizer, answer: RecordedAnswer, limit: int, shown: str
             return Splice(tokens, shown[complete:] + tail)
         count = tokens - 1
     return Splice(0, shown + tail)
+
+
+def _text_of(tokenizer: TextTokenizer, token_id: int) -> str:
+    return tokenizer.decode([token_id], skip_special_tokens=False)
 
 
 def common_chars(a: str, b: str) -> int:

@@ -14,7 +14,7 @@ prompt always decode to the text that the template renders, with two exceptions,
   opens a thinking block in new prompts only) does not change history. An answer that came back unchanged keeps the ids
   it was generated with, and so its KV.
 - Special tokens that the model generated inside an answer stay too, though its text does not show them. At its end
-  they are dropped: the template writes its own end of turn.
+  they are dropped, unless they mark a call: the template writes its own end of turn.
 """
 
 import base64

@@ -32,6 +32,15 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True)
 
 
+# The names of `reprise.app.text.families`.
+CallFamily = Literal[
+    "auto", "apertus", "command", "deepseek-v3", "deepseek-v3.1", "deepseek-v3.2", "functiongemma", "gemma", "glm",
+    "granite", "harmony", "hermes", "hunyuan", "internlm", "kimi", "lfm2", "llama", "longcat", "mimo", "minimax",
+    "mistral", "mistral-args", "nemotron", "olmo", "phi", "pythonic", "qwen-coder", "seed",
+]  # fmt: skip
+ThoughtFamily = Literal["auto", "none", "command", "gemma", "granite", "harmony", "mistral", "seed", "think"]
+
+
 class ModelSettings(Section):
     source: str = Field(
         "",
@@ -60,6 +69,12 @@ class ModelSettings(Section):
         "auto",
         description="on: bits of an answer depend on its own tokens alone, proven at start, whatever that costs; auto: "
         "the fastest kernels, and what they prove; off: no proof",
+    )
+    calls: CallFamily = Field(
+        "auto", description="the family in whose form the model writes calls; auto: the one that its template shows"
+    )
+    thoughts: ThoughtFamily = Field(
+        "auto", description="the family in whose form it marks thoughts; auto: the one that its template shows"
     )
 
 

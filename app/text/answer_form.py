@@ -1,13 +1,19 @@
-"""Writes tools into a prompt and reads calls in an answer. Calls have the syntax of the model's template, or else one
-of our own."""
+"""Writes tools into a prompt, and makes the parser of an answer. Calls have the form that the model was taught, or else
+one of our own."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any
 
 from reprise.app.schemas.tools import rendered_call
-from reprise.app.text.answer_parser import CALL, END_CALL, AnswerParser, Call
+from reprise.app.text.answer_parser import AnswerParser
+from reprise.app.text.answer_parts import SHORT_ID_CHARS, AnswerWriter, Call, Wanted
+from reprise.app.text.families.detect import NONE, Found, Render, as_system_tools, find
+from reprise.app.text.families.harmony import HarmonyParser
+from reprise.app.text.families.table import OWN
+from reprise.app.text.families.thoughts import THOUGHTS
 
 Message = dict[str, Any]
 
@@ -18,86 +24,163 @@ You may call one or more functions. Their signatures are within <tools></tools>:
 {tools}
 </tools>
 
-For each call write a JSON object with the function's name and its arguments within {call}{end_call}:
-{call}
+For each call write a JSON object with the function's name and its arguments within <tool_call></tool_call>:
+<tool_call>
 {{"name": NAME, "arguments": {{...}}}}
-{end_call}"""
+</tool_call>"""
+_SYSTEM_BY_EXAMPLE = """# Tools
+
+You may call one or more functions. Their signatures are within <tools></tools>:
+<tools>
+{tools}
+</tools>
+
+Write a call as in this example:
+{example}"""
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerForm:
-    """The form in which a model writes calls and thoughts, as far as its chat template shows it."""
+    """The form in which a model takes tools, and writes calls and thoughts.
 
-    knows_tools: bool = False  # the template renders tools, calls and their results
-    style: str = "tags"  # how the model writes calls: see `AnswerParser`
-    thinks: bool = False
+    found: what its template shows. special_ids: the ids of those special tokens that mark calls and thoughts.
+    """
+
+    found: Found
+    special_ids: Mapping[str, int]
 
     @classmethod
-    def of(cls, template: str) -> "AnswerForm":
-        """Return the form for a model. template: the text of all of its templates."""
-        knows_tools = "tools" in template
-        return cls(
-            knows_tools=knows_tools,
-            style="tags" if CALL in template or not knows_tools else "bare",
-            thinks="<think>" in template,
-        )
+    def of(
+        cls, render: Render | None, tokens: Mapping[str, int], special: Iterable[int], *, calls: str, thoughts: str
+    ) -> "AnswerForm":
+        """Examine a model. render: its chat template, if it has one. tokens: the ids of its added tokens. special:
+        those that are no text. calls, thoughts: names of families that overrule what is found, or "auto"."""
+        found = find(render, tokens, calls=calls, thoughts=thoughts)
+        markers = found.calls.markers | set(found.thoughts.markers if found.thoughts is not None else ())
+        ids = frozenset(special)
+        # A marker may consist of several tokens, or of a token and text.
+        special_ids = {
+            token: token_id
+            for token, token_id in tokens.items()
+            if token_id in ids and len(token) > 1 and any(token in marker for marker in markers)
+        }
+        return cls(found=found, special_ids=special_ids)
+
+    @property
+    def marks(self) -> dict[int, str]:
+        """The special tokens that a parser needs, by their ids."""
+        return {token_id: token for token, token_id in self.special_ids.items()}
+
+    @property
+    def described(self) -> dict[str, str]:
+        """Return what was found, for people: the names of the families, and what brings tools into the prompt."""
+        found = self.found
+        names = [name for name, thoughts in THOUGHTS.items() if thoughts is found.thoughts]
+        place = "system message" if found.tools_in_system else "template" if found.knows_tools else "server"
+        return {"calls": found.calls.name, "thoughts": names[0] if names else NONE, "tools_in": place}
 
     def prompt(self, messages: list[Message], tools: list[dict[str, Any]] | None) -> tuple[list[Message], Any]:
-        """Return (messages, tools) for the template. For a template that does not support tools the system prompt
-        describes them, and the returned tools are None. A system message is put first if there is none."""
-        if self.knows_tools:
+        """Return (messages, tools) for the template. Where it does not render tools, the system message brings or
+        describes them, and the returned tools are None; it is put first if there is none."""
+        messages = self._as_taken(messages)
+        if self.found.knows_tools and not self.found.tools_in_system:
             return messages, tools
-        if any("tool_calls" in message or message["role"] == "tool" for message in messages):
-            messages = [_as_text(message) for message in messages]
         if tools:
-            lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
-            system = _SYSTEM.format(tools=lines, call=CALL, end_call=END_CALL)
-            if messages[0]["role"] == "system":
-                messages = [{**messages[0], "content": f"{messages[0]['content']}\n\n{system}"}, *messages[1:]]
-            else:
-                messages = [{"role": "system", "content": system}, *messages]
+            has_system = messages[0]["role"] == "system"
+            system, rest = (messages[0], messages[1:]) if has_system else (None, messages)
+            messages = [self._with_tools(system, tools), *rest]
         return messages, None
 
-    def parser(self, names: Sequence[str], *, parallel: bool, in_thought: bool) -> AnswerParser:
-        """Return a parser of one answer. names: the functions that may be called. parallel: whether several calls are
-        allowed. in_thought: whether the prompt has opened a thought."""
+    def _with_tools(self, system: Message | None, tools: list[dict[str, Any]]) -> Message:
+        """Return a system message with tools."""
+        if self.found.tools_in_system:
+            return as_system_tools(system, tools)
+        lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+        if self.found.calls is OWN:
+            text = _SYSTEM.format(tools=lines)
+        else:
+            example = self.found.calls.taught.written([("NAME", {"ARGUMENT": "VALUE"})])
+            text = _SYSTEM_BY_EXAMPLE.format(tools=lines, example=example)
+        if system is None:
+            return {"role": "system", "content": text}
+        return {**system, "content": f"{system['content']}\n\n{text}"}
+
+    def _as_taken(self, messages: list[Message]) -> list[Message]:
+        """Return the messages in the form in which the template takes calls and their results."""
+        found = self.found
+        if found.knows_tools and found.shows_calls and found.takes_objects and not found.short_ids:
+            return messages
+        if not any("tool_calls" in message or message["role"] == "tool" for message in messages):
+            return messages
+        return [self._taken(message) for message in messages]
+
+    def _taken(self, message: Message) -> Message:
+        found = self.found
+        calls = message.get("tool_calls")
+        if not found.knows_tools and message["role"] == "tool":
+            return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
+        if calls and not (found.knows_tools and found.shows_calls):
+            return self._as_text(message)
+        changed = dict(message)
+        if found.short_ids and "tool_call_id" in message:
+            changed["tool_call_id"] = _short_id(message["tool_call_id"])
+        if calls:
+            changed["tool_calls"] = [self._call_taken(call) for call in calls]
+        return changed
+
+    def _call_taken(self, call: dict[str, Any]) -> dict[str, Any]:
+        function = call["function"]
+        if not self.found.takes_objects and not isinstance(function["arguments"], str):
+            function = {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}
+        return {**call, "id": _short_id(call["id"]) if self.found.short_ids else call["id"], "function": function}
+
+    def _as_text(self, message: Message) -> Message:
+        """Write a message's calls as text, for a template that does not render them."""
+        functions = [call["function"] for call in message["tool_calls"]]
+        calls = [(function["name"], _as_object(function["arguments"])) for function in functions]
+        texts = [message["content"]] if message["content"] else []
+        texts.append((self.found.calls if self.found.knows_tools else OWN).taught.written(calls))
+        rest = {name: value for name, value in message.items() if name != "tool_calls"}
+        return {**rest, "content": "\n".join(texts)}
+
+    def in_thought(self, prompt: str) -> bool:
+        """Return whether the end of a prompt has opened a thought."""
+        return self.found.thoughts is not None and self.found.thoughts.opens(prompt)
+
+    def parser(self, wanted: Wanted, *, in_thought: bool) -> AnswerWriter:
+        """Return a parser of one answer. in_thought: whether the prompt has opened a thought."""
+        if self.found.calls.name == "harmony":
+            return HarmonyParser(wanted, in_thought=in_thought)
         return AnswerParser(
-            style=self.style if names else None,
-            names=frozenset(names),
-            parallel=parallel,
-            thinks=self.thinks,
+            wanted,
+            calls=self.found.calls,
+            thoughts=self.found.thoughts,
             in_thought=in_thought,
+            short_ids=self.found.short_ids,
         )
 
-    def answer(self, content: str, reasoning: str, calls: Sequence[Call]) -> Message:
+    def answer(self, content: str, reasoning: str, calls: Iterable[Call]) -> Message:
         """Return the answer as a message, in the form in which the next prompt will contain it when the client has sent
         it back."""
         message: Message = {"role": "assistant", "content": content}
         if reasoning:
             message["reasoning_content"] = reasoning
-        if calls:
-            message["tool_calls"] = [rendered_call(call.id, call.name, call.arguments) for call in calls]
-        return message if self.knows_tools else _as_text(message)
+        if rendered := [rendered_call(call.id, call.name, call.arguments) for call in calls]:
+            message["tool_calls"] = rendered
+        return self._as_taken([message])[0]
 
 
-def _as_text(message: Message) -> Message:
-    """Write calls and results as plain text, for a template that does not support them."""
-    if message["role"] == "tool":
-        return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
-    calls = message.get("tool_calls")
-    if not calls:
-        return message
-    texts = [message["content"]] if message["content"] else []
-    for call in calls:
-        arguments = call["function"]["arguments"]
-        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-        texts.append(call_text("tags", call["function"]["name"], text))
-    rest = {name: value for name, value in message.items() if name != "tool_calls"}
-    return {**rest, "content": "\n".join(texts)}
+NO_FORM = AnswerForm(found=Found(), special_ids={})
+"""The form of a model without a chat template."""
 
 
-def call_text(style: str, name: str, arguments: str) -> str:
-    """Write a call as a model of this style does."""
-    if style == "bare":
-        return f'{{"name": {json.dumps(name)}, "parameters": {arguments}}}'
-    return f'{CALL}\n{{"name": {json.dumps(name)}, "arguments": {arguments}}}\n{END_CALL}'
+def _as_object(arguments: object) -> dict[str, Any]:
+    """Return a call's arguments as an object; text that is none stands in one."""
+    return arguments if isinstance(arguments, dict) else {"arguments": arguments}
+
+
+def _short_id(call_id: str) -> str:
+    """Return an id that templates of Mistral's models accept: always the same for the same id."""
+    if len(call_id) == SHORT_ID_CHARS and call_id.isascii() and call_id.isalnum():
+        return call_id
+    return blake2b(call_id.encode(), digest_size=16).hexdigest()[:SHORT_ID_CHARS]

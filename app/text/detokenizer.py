@@ -18,6 +18,10 @@ class Detokenizer(Protocol):
 
     def push(self, token_id: int) -> str: ...
 
+    def settle(self) -> str:
+        """Return what was held back and makes whole characters, before something that is no text."""
+        ...
+
     def flush(self) -> str:
         """Return what was held back, at the end of the answer."""
         ...
@@ -38,6 +42,9 @@ class ByteDetokenizer:
         self._length += len(text)
         self.text_ends.append(self._length)
         return text
+
+    def settle(self) -> str:
+        return ""  # only incomplete characters are held back
 
     def flush(self) -> str:
         return self._decoder.decode(b"", final=True)
@@ -70,6 +77,12 @@ class WindowDetokenizer:
             if not BYTE_TOKEN.fullmatch(token):
                 text = self._emit(final=False)
         self.text_ends.append(self._length)
+        return text
+
+    def settle(self) -> str:
+        text = self._emit(final=False)
+        if self.text_ends:
+            self.text_ends[-1] = self._length
         return text
 
     def flush(self) -> str:
@@ -114,6 +127,10 @@ class StopFinder:
             self.hit, self.end, self.found = True, self._emitted + start, self._held[start:end]
             return self._release(start)
         return self._release(len(self._held) - self._possible_start())
+
+    @property
+    def held_chars(self) -> int:
+        return len(self._held)
 
     def flush(self) -> str:
         """Return what was held back, at the end of an answer without a stop string."""

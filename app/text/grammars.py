@@ -2,7 +2,6 @@
 checked here before a request is queued; the engine enforces them."""
 
 import asyncio
-import json
 import re
 from typing import Any
 
@@ -11,23 +10,22 @@ from llguidance import LLMatcher, LLParserLimits, regex_to_lark
 from reprise.app.errors import invalid
 from reprise.app.schemas.chat import ChatCompletionRequest
 from reprise.app.schemas.tools import Tool
-from reprise.app.text.answer_form import call_text
+from reprise.app.text.answer_form import AnswerForm
+from reprise.app.text.families.lark import Lark, OfferedTool, json_rule, quoted
 
 CHECK_S = 5.0
 MAX_GRAMMAR_BYTES = 1 << 20
 _LISTING = re.compile(r"^\s*\d+ \| ", re.MULTILINE)
 _PLACE = re.compile(r"^(?:at )?\d+\(\d+\): (?:failed to compile JSON schema: )?")
 _LIMITS = LLParserLimits(verbose_errors=False)
-# JSON on one line, as models are taught to write it; with free white space, small models lose track.
-_LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
 _NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
-async def grammar_of(request: ChatCompletionRequest, style: str) -> str:
-    """Return the grammar in llguidance's form; "" if the answer is free. `style`: how the model writes calls. Raises
+async def grammar_of(request: ChatCompletionRequest, form: AnswerForm) -> str:
+    """Return the grammar in llguidance's form; "" if the answer is free. form: how the model writes calls. Raises
     ApiError 400."""
-    answer, calls = _answer_rules(request), _call_rules(request, style)
+    answer, calls = _answer_rules(request), _call_rules(request, form)
     lark = _own_grammar(request)
     if lark is None:
         if not answer and not _must_call(request):
@@ -98,29 +96,26 @@ def _answer_rules(request: ChatCompletionRequest) -> list[str]:
         schema = _ANY_OBJECT if wanted is None or wanted.schema_ is None else wanted.schema_
         lenient = wanted is not None and wanted.strict is False
     if schema is not None:
-        return [f"answer: {_json(schema, lenient=lenient)}"]
+        return [f"answer: {json_rule(schema, is_lenient=lenient)}"]
     if regex is not None:
         return [f"answer: /{regex_to_lark(regex)}/"]
     if choice is not None:
-        return [f"answer: {' | '.join(map(_literal, choice))}"]
+        return [f"answer: {' | '.join(map(quoted, choice))}"]
     return []
 
 
-def _call_rules(request: ChatCompletionRequest, style: str) -> list[str]:
+def _call_rules(request: ChatCompletionRequest, form: AnswerForm) -> list[str]:
     if not request.tools or (request.tool_choice is not None and request.tool_choice.type == "none"):
         return []
     allowed = request.tool_choice.names if request.tool_choice is not None else None
-    tools = [tool for tool in request.tools if allowed is None or tool.function.name in allowed]
-    many = request.parallel_tool_calls is not False and style == "tags"
-    rules = [
-        f"calls: call{f' ({_literal(chr(10))} call)*' if many else ''}",
-        f"call: {' | '.join(f'call{place}' for place in range(len(tools)))}",
+    tools = [
+        OfferedTool(tool.function.name, _parameters(tool), is_lenient=not tool.function.strict)
+        for tool in request.tools
+        if allowed is None or tool.function.name in allowed
     ]
-    for place, tool in enumerate(tools):
-        before, _, after = call_text(style, tool.function.name, "\0").partition("\0")
-        schema = _json(_parameters(tool), lenient=not tool.function.strict)
-        rules.append(f"call{place}: {_literal(before)} {schema} {_literal(after)}")
-    return rules
+    lark = Lark(form.special_ids)
+    calls = form.found.calls.taught.grammar(tools, request.parallel_tool_calls is not False, lark)
+    return [f"calls: {calls}", *lark.rules]
 
 
 def _parameters(tool: Tool) -> dict[str, Any]:
@@ -133,13 +128,3 @@ def _parameters(tool: Tool) -> dict[str, Any]:
         problem = f"the parameters of '{tool.function.name}' must be of type object"
         raise invalid(f"Invalid 'tools': {problem}.", "tools", "invalid_schema")
     return schema if {"$ref", "anyOf", "oneOf", "allOf"} & schema.keys() else {**schema, "type": "object"}
-
-
-def _json(schema: dict[str, Any], *, lenient: bool) -> str:
-    """Return the grammar rule for a JSON schema. lenient: whether to ignore keywords that cannot be enforced, instead
-    of refusing them."""
-    return "%json " + json.dumps({**schema, "x-guidance": {**_LAYOUT, "lenient": lenient}})
-
-
-def _literal(text: str) -> str:
-    return json.dumps(text)

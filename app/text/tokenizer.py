@@ -15,7 +15,8 @@ from typing import Any
 from tokenizers import AddedToken, Encoding, Tokenizer
 
 from reprise.app.text.answer_form import AnswerForm
-from reprise.app.text.detokenizer import BYTE_TOKEN, ByteDetokenizer, Detokenizer, StopFinder, WindowDetokenizer
+from reprise.app.text.detokenizer import BYTE_TOKEN, ByteDetokenizer, Detokenizer, WindowDetokenizer
+from reprise.app.text.families.detect import AUTO
 from reprise.app.text.template import ChatTemplate, TemplateError
 
 # Inserted into special tokens inside messages so that they are encoded as plain text: only the template may open and
@@ -41,14 +42,22 @@ class PromptTooLong(Exception):
 class ChatTokenizer:
     """One model's tokenizer and chat template. Immutable after `load`."""
 
-    def __init__(self, *, tokenizer: Tokenizer, template: ChatTemplate | None, digest: bytes) -> None:
+    def __init__(
+        self,
+        *,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        digest: bytes,
+        calls: str = AUTO,
+        thoughts: str = AUTO,
+    ) -> None:
+        """Set up. calls, thoughts: the families in whose form the model writes them; AUTO: those that it shows."""
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         self._template = template
         self.template_digest = digest  # covers everything that decides which ids a message list becomes
         self.has_chat_template = template is not None
-        self.form = AnswerForm.of(template.text if template is not None else "")
         self.vocab_size: int = tokenizer.get_vocab_size(with_added_tokens=True)
         # Ask the decoder what decoding skips: a token can be special without the flag in the file.
         self.special_ids = frozenset(
@@ -56,6 +65,14 @@ class ChatTokenizer:
             for token_id, token in tokenizer.get_added_tokens_decoder().items()
             if token.content and not tokenizer.decode([token_id], skip_special_tokens=True)
         )
+        self.form = AnswerForm.of(
+            None if template is None else self._render_probe,
+            {token.content: token_id for token_id, token in tokenizer.get_added_tokens_decoder().items()},
+            self.special_ids,
+            calls=calls,
+            thoughts=thoughts,
+        )
+        self.mark_ids = frozenset(self.form.marks)
         kinds = {part.get("type") for part in _parts(_state(tokenizer.decoder))}
         self._byte_level = kinds == {"ByteLevel"}
         self._token_bytes = functools.lru_cache(maxsize=1 << 15)(self._read_token_bytes)
@@ -74,9 +91,9 @@ class ChatTokenizer:
         self._adds_prefix = self.encode("\na") != self._newline_ids + self.encode("a")
 
     @classmethod
-    def load(cls, directory: Path) -> "ChatTokenizer":
+    def load(cls, directory: Path, *, calls: str = AUTO, thoughts: str = AUTO) -> "ChatTokenizer":
         """Load from tokenizer.json, tokenizer_config.json, special_tokens_map.json and the chat template files. All but
-        the first are optional. Raises TokenizerError."""
+        the first are optional. calls, thoughts: as in `__init__`. Raises TokenizerError."""
         path = directory / "tokenizer.json"
         try:
             raw = path.read_bytes()
@@ -101,7 +118,19 @@ class ChatTokenizer:
         digest = blake2b(digest_size=16)
         for part in (raw, json.dumps([sources, special_tokens], sort_keys=True).encode()):
             digest.update(len(part).to_bytes(8, "little") + part)
-        return cls(tokenizer=tokenizer, template=template, digest=digest.digest())
+        return cls(tokenizer=tokenizer, template=template, digest=digest.digest(), calls=calls, thoughts=thoughts)
+
+    def _render_probe(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        template_args: dict[str, Any],
+        opens_answer: bool,
+    ) -> str:
+        assert self._template is not None
+        return self._template.render(
+            messages, tools=tools, template_args=template_args, add_generation_prompt=opens_answer
+        )
 
     def render(
         self,
@@ -228,9 +257,6 @@ class ChatTokenizer:
         if self._byte_level:
             return ByteDetokenizer(self._token_bytes, skipped)
         return WindowDetokenizer(self._tokenizer, skipped)
-
-    def stop_finder(self, stops: tuple[str, ...]) -> "StopFinder":
-        return StopFinder(stops)
 
     def _read_token_bytes(self, token_id: int) -> bytes:
         token = self._tokenizer.id_to_token(token_id)

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from reprise.app.text.answer_parser import AnswerParser, AnswerParts, Call
+from reprise.app.text.answer_parts import AnswerParts, AnswerWriter, Call
 from reprise.app.text.tokenizer import ChatTokenizer
 from reprise.engine.messages import (
     Output,
@@ -37,10 +37,8 @@ class Answer:
         *,
         index: int,
         tokenizer: ChatTokenizer,
-        stops: tuple[str, ...],
         min_tokens: int,
-        parser: AnswerParser,
-        shows_stop: bool = False,
+        parser: AnswerWriter,
         skip_special_tokens: bool = True,
     ) -> None:
         self.index = index
@@ -56,11 +54,11 @@ class Answer:
         self.is_resumed = False  # another server began it: report, timings and first token are that one's
         self._tokenizer = tokenizer
         self._detokenizer = tokenizer.detokenizer(skip_special_tokens=skip_special_tokens)
-        self._finder = tokenizer.stop_finder(stops)
-        self._shows_stop = shows_stop
+        self._marks = tokenizer.form.marks if skip_special_tokens else {}
+        # of each mark: its end among all that was pushed to the parser, the length of the marks so far, tokens so far
+        self._marked: list[tuple[int, int, int]] = []
         self._min_tokens = min_tokens
         self._parser = parser
-        self._unsearched = 0  # characters of the first `min_tokens` tokens, in which stop strings do not count
         self._logprobs: deque[dict[str, Any]] = deque()  # logprobs of tokens whose text is not shown yet
         self._shown_logprobs = 0
         self._new_ids: list[int] = []  # since the last delta
@@ -79,9 +77,13 @@ class Answer:
     def reasoning_tokens(self) -> int:
         """Number of tokens of the answer's reasoning, including the tags around it. Right only once the answer is
         complete."""
-        if not self._parser.thought_chars:
+        position = self._parser.thought_chars
+        if not position:
             return 0
-        return min(len(self.token_ids), bisect_right(self.text_ends, self._parser.thought_chars))
+        at_mark = next((tokens for end, _, tokens in self._marked if end == position), None)
+        if at_mark is not None:
+            return at_mark
+        return min(len(self.token_ids), bisect_right(self.text_ends, self._text_chars(position)))
 
     @property
     def calls(self) -> list[Call]:
@@ -95,47 +97,69 @@ class Answer:
 
     @property
     def stopped_by_string(self) -> bool:
-        return self._finder.hit
+        return self._parser.is_stopped
 
     @property
     def stop_string(self) -> str:
-        return self._finder.found
+        return self._parser.stop_string
 
     @property
     def kept_tokens(self) -> int:
         """Number of leading tokens whose whole text is in the answer."""
-        return tokens_within(self.text_ends, len(self.text)) if self._finder.hit else len(self.token_ids)
+        return tokens_within(self.text_ends, len(self.text)) if self.stopped_by_string else len(self.token_ids)
 
     def push(self, output: Output) -> Delta | None:
         """Take in tokens. Returns what there is to show, or None. Tokens after a stop string are dropped."""
-        shown_before = len(self.text)
+        parts = AnswerParts()
         for position, token_id in enumerate(output.token_ids):
             self.token_ids.append(token_id)
             self._new_ids.append(token_id)
             if output.logprobs is not None:
                 self._new_logprobs.append(output.logprobs[position])
                 self._logprobs.append(self._logprob(token_id, output.logprobs[position]))
-            self._show(self._detokenizer.push(token_id))
-            if self._finder.hit:
-                self.text += self._finder.found if self._shows_stop else ""
+            self._read(token_id, parts)
+            if self.stopped_by_string:
                 break
-        if self._finder.hit:
+        if self.stopped_by_string:
             self.finish_reason = "stop"
         elif output.finish_reason is not None:
             self.finish_reason = output.finish_reason
-            self._flush_text()
+            self._flush_text(parts)
         logprobs = self._shown() if output.logprobs is not None else None
-        parts = self._parser.push(self.text[shown_before:])
-        if self.finish_reason is not None:
-            parts.add(self._parser.flush())
-            if self.calls and self.finish_reason == "stop":
-                self.finish_reason = "tool_calls"
+        if self.calls and self.finish_reason == "stop":
+            self.finish_reason = "tool_calls"
         if not parts and not logprobs and self.finish_reason is None:
             return None
         token_ids, token_logprobs = self.take_new()
         if output.logprobs is None:
             token_logprobs = None
         return Delta(self.index, parts, logprobs, self.finish_reason, token_ids, token_logprobs)
+
+    def _read(self, token_id: int, parts: AnswerParts) -> None:
+        """Have the parser read one token's text. Special tokens have no text, but the parser needs some of them."""
+        text, mark = self._detokenizer.push(token_id), self._marks.get(token_id)
+        if mark is not None:
+            text += self._detokenizer.settle()
+        if text:
+            self._push(text, parts)
+        if mark is not None and not self.stopped_by_string:
+            parts.add(self._parser.push(mark, is_mark=True))
+            marks = self._marked[-1][1] if self._marked else 0
+            self._marked.append((len(self.text) + marks + len(mark), marks + len(mark), len(self.token_ids)))
+
+    def _push(self, text: str, parts: AnswerParts) -> None:
+        self.text += text
+        parts.add(self._parser.push(text, is_searched=len(self.token_ids) > self._min_tokens))
+        self._cut()
+
+    def _cut(self) -> None:
+        if self.stopped_by_string:
+            self.text = self.text[: self._text_chars(self._parser.stopped_at)]
+
+    def _text_chars(self, position: int) -> int:
+        """Return the place in the text of a position among all that was pushed to the parser."""
+        before = [marks for end, marks, _ in self._marked if end <= position]
+        return position - (before[-1] if before else 0)
 
     def take_new(self) -> tuple[list[int], list[TokenLogprob] | None]:
         """Return the tokens taken in since the last call, with their logprobs."""
@@ -156,10 +180,7 @@ class Answer:
 
     def flush(self) -> None:
         """Add the text that was held back to the answer, because no more tokens will come."""
-        shown_before = len(self.text)
-        self._flush_text()
-        self._parser.push(self.text[shown_before:])
-        self._parser.flush()
+        self._flush_text(AnswerParts())
 
     def note_prompt(self, values: list[TokenLogprob], token_ids: list[int]) -> None:
         """Record the log-probabilities of the prompt's tokens. token_ids: all of the prompt. values: one for each token
@@ -168,17 +189,12 @@ class Answer:
             self._logprob(token_id, value) for token_id, value in zip(token_ids[1:], values, strict=True)
         ]
 
-    def _flush_text(self) -> None:
-        self._show(self._detokenizer.flush())
-        if not self._finder.hit:
-            self.text += self._finder.flush()
-
-    def _show(self, piece: str) -> None:
-        if len(self.token_ids) <= self._min_tokens:
-            self._unsearched += len(piece)
-            self.text += piece
-        elif not self._finder.hit:
-            self.text += self._finder.push(piece)
+    def _flush_text(self, parts: AnswerParts) -> None:
+        """Have the parser read what was held back, at the end of the answer."""
+        if not self.stopped_by_string:
+            self._push(self._detokenizer.flush(), parts)
+            parts.add(self._parser.flush())
+            self._cut()
 
     def token_entry(self, token_id: int, logprob: float | None = None) -> dict[str, Any]:
         """Return a token in the form that clients see. logprob: None for the first token of a prompt."""
@@ -193,7 +209,8 @@ class Answer:
 
     def _shown(self) -> list[dict[str, Any]]:
         """Return the logprobs that can be shown now: those of tokens whose text has been given out."""
-        due = self.kept_tokens if self.finish_reason else bisect_right(self.text_ends, len(self.text))
+        shown = self._text_chars(self._parser.shown_up_to)
+        due = self.kept_tokens if self.finish_reason else bisect_right(self.text_ends, shown)
         count = max(0, due - self._shown_logprobs)
         self._shown_logprobs += count
         return [self._logprobs.popleft() for _ in range(count)]

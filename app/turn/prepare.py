@@ -16,7 +16,8 @@ from reprise.app.schemas.chat import ChatCompletionRequest
 from reprise.app.schemas.completions import CompletionRequest
 from reprise.app.schemas.fields import SESSION_ID, SESSION_ID_RULE, GenerationRequest
 from reprise.app.settings.sections import CacheSettings
-from reprise.app.text.answer_parser import THINK, AnswerParser
+from reprise.app.text.answer_parser import AnswerParser
+from reprise.app.text.answer_parts import AnswerWriter, Wanted
 from reprise.app.text.grammars import grammar_of, param_of
 from reprise.app.text.template import TemplateError
 from reprise.app.text.tokenizer import ChatTokenizer, PromptTooLong
@@ -59,7 +60,7 @@ class Prepared:
     request: GenerationRequest
     prompt: PreparedPrompt
     token_ids: list[int]  # the prompt's, and those of an answer's beginning that the client gave
-    parser: Callable[[], AnswerParser]  # makes one for each choice
+    parser: Callable[[], AnswerWriter]  # makes one for each choice
     record: Callable[[Answer], None]
     id_prefix: str
     param: str  # the field in which the prompt stands
@@ -103,10 +104,8 @@ class Prepared:
             Answer(
                 index=index,
                 tokenizer=tokenizer,
-                stops=tuple(request.stop or ()),
                 min_tokens=request.min_tokens or 0,
                 parser=self.parser(),
-                shows_stop=bool(request.include_stop_str_in_output),
                 skip_special_tokens=request.skip_special_tokens is not False,
             )
             for index in range(request.n or 1)
@@ -135,7 +134,7 @@ async def prepare_chat(
         raise invalid("This model has no chat template.", code="no_chat_template", param="model")
     form, grammar, grammar_param = tokenizer.form, "", ""
     if request.may_have_form:
-        grammar, grammar_param = await grammar_of(request, form.style), param_of(request)
+        grammar, grammar_param = await grammar_of(request, form), param_of(request)
     kept = request.messages[:-1] if request.continue_final_message else request.messages
     tools = [tool.as_rendered() for tool in request.tools] if request.tools else None
     messages, shown_tools = form.prompt([message.as_rendered() for message in kept], tools)
@@ -156,9 +155,9 @@ async def prepare_chat(
         )
     prefix = request.messages[-1].content if request.continue_final_message else ""
     prefix_ids = tokenizer.encode_plain(prefix, follows=True) if prefix else []
-    names = _callable_names(request)
-    parallel = request.parallel_tool_calls is not False
-    in_thought = form.thinks and _ends_in_thought(tokenizer, prompt.token_ids)
+    wanted = _wanted(request, _callable_tools(request), parallel=request.parallel_tool_calls is not False)
+    # The template may open a thought at the beginning of the answer.
+    in_thought = form.in_thought(tokenizer.decode(prompt.token_ids[-TAIL_TOKENS:], skip_special_tokens=False))
 
     def record(choice: Answer) -> None:
         transcripts.record(
@@ -180,7 +179,7 @@ async def prepare_chat(
         request=request,
         prompt=prompt,
         token_ids=prompt.token_ids + prefix_ids,
-        parser=lambda: form.parser(names, parallel=parallel, in_thought=in_thought),
+        parser=lambda: form.parser(wanted, in_thought=in_thought),
         record=record,
         id_prefix="chatcmpl",
         param="messages",
@@ -227,7 +226,7 @@ def prepare_text(request: CompletionRequest, prompt: Prompt, session_id: str | N
         request=request,
         prompt=PreparedPrompt.unrecorded(prompt.token_ids, session_id),
         token_ids=prompt.token_ids,
-        parser=plain_parser,
+        parser=lambda: plain_parser(_wanted(request, {})),
         record=_nothing,
         id_prefix="cmpl",
         param="prompt",
@@ -236,9 +235,14 @@ def prepare_text(request: CompletionRequest, prompt: Prompt, session_id: str | N
     )
 
 
-def plain_parser() -> AnswerParser:
+def _wanted(request: GenerationRequest, tools: dict[str, dict[str, Any]], *, parallel: bool = True) -> Wanted:
+    stops, shows_stop = tuple(request.stop or ()), bool(request.include_stop_str_in_output)
+    return Wanted(tools=tools, parallel=parallel, stops=stops, shows_stop=shows_stop)
+
+
+def plain_parser(wanted: Wanted) -> AnswerParser:
     """Return a parser for text without calls and thoughts."""
-    return AnswerParser(style=None, names=(), parallel=True, thinks=False, in_thought=False)
+    return AnswerParser(wanted, calls=None, thoughts=None, in_thought=False)
 
 
 def _nothing(choice: Answer) -> None:
@@ -282,18 +286,14 @@ def _keep_first_tokens(
     return wanted
 
 
-def _callable_names(request: ChatCompletionRequest) -> list[str]:
-    """Return the names of the functions that the answer may call: those of `tool_choice`, otherwise all of `tools`.
-    What looks like a call to another function stays text."""
+def _callable_tools(request: ChatCompletionRequest) -> dict[str, dict[str, Any]]:
+    """Return the functions that the answer may call, with the schemas of their arguments: those of `tool_choice`,
+    otherwise all of `tools`. What looks like a call to another function stays text."""
     if not request.tools or (request.tool_choice is not None and request.tool_choice.type == "none"):
-        return []
+        return {}
     chosen = request.tool_choice.names if request.tool_choice is not None else None
-    return chosen or [tool.function.name for tool in request.tools]
-
-
-def _ends_in_thought(tokenizer: ChatTokenizer, token_ids: list[int]) -> bool:
-    """Return whether the template has opened a thought at the beginning of the answer."""
-    return tokenizer.decode(token_ids[-TAIL_TOKENS:], skip_special_tokens=False).rstrip().endswith(THINK)
+    functions = {tool.function.name: tool.function.parameters or {} for tool in request.tools}
+    return {name: functions[name] for name in chosen or functions}
 
 
 def _text_ends(tokenizer: ChatTokenizer, prefix_ids: list[int], choice: Answer) -> list[int]:

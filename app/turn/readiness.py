@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 from reprise.app.errors import model_not_found, unavailable
+from reprise.app.text.answer_form import AnswerForm
 from reprise.app.text.tokenizer import ChatTokenizer, TokenizerError
 from reprise.app.turn.ports import EnginePort
 from reprise.app.turn.sampling import OPENAI, SamplingDefaults, read_defaults
@@ -35,8 +36,8 @@ class Status(StrEnum):
 class Readiness:
     """The state of the server and its model. One per app, on its event loop."""
 
-    def __init__(self, *, engine: EnginePort, aliases: Collection[str]) -> None:
-        """Set up. aliases: further names of the model."""
+    def __init__(self, *, engine: EnginePort, aliases: Collection[str], calls: str, thoughts: str) -> None:
+        """Set up. aliases: further names of the model. calls, thoughts: the families in whose form it writes them."""
         self.model: ModelInfo | None = None  # stays once it is loaded, also while the engine restarts
         self.sampling_defaults: SamplingDefaults = OPENAI  # the model's own, once it is loaded
         self.loaded_s: int = 0  # unix time
@@ -45,6 +46,7 @@ class Readiness:
         self.joining = False  # a fleet, and not ready before it knows which sessions were deleted meanwhile
         self._engine = engine
         self._aliases = aliases
+        self._calls, self._thoughts = calls, thoughts
         self._tokenizer: ChatTokenizer | None = None
         self._loaded = asyncio.Event()
 
@@ -56,7 +58,9 @@ class Readiness:
             model = self._engine.model
             assert model is not None
             directory = Path(model.path)
-            self._tokenizer = await asyncio.to_thread(ChatTokenizer.load, directory)
+            self._tokenizer = await asyncio.to_thread(
+                ChatTokenizer.load, directory, calls=self._calls, thoughts=self._thoughts
+            )
             self.sampling_defaults, problems = await asyncio.to_thread(read_defaults, directory)
             for problem in problems:
                 log.warning("%s", problem)
@@ -94,6 +98,12 @@ class Readiness:
             message = f"The server takes no requests right now: it is {status}."
             raise unavailable(message, code=str(status), retry_after_s=RETRY_S.get(status, 60.0))
         return self.model, self._tokenizer
+
+    @property
+    def form(self) -> AnswerForm:
+        """The form in which the model writes calls and thoughts. To be asked only once the model is loaded."""
+        assert self._tokenizer is not None
+        return self._tokenizer.form
 
     def require_engine(self) -> None:
         """Raise ApiError unless the engine can be asked about sessions. Unlike `require` it also passes while the

@@ -6,7 +6,7 @@ from typing import Any
 from reprise.app.api.custom_input import CustomInput, input_of
 from reprise.app.errors import ApiError
 from reprise.app.http.event_stream import DONE, PING, event
-from reprise.app.text.answer_parser import AnswerParts, Call
+from reprise.app.text.answer_parts import AnswerParts, Call
 from reprise.app.turn.answer import Answer, Delta
 from reprise.app.turn.generation import Generation
 from reprise.app.turn.kv_sources import SOURCES, source_fields, tokens_by_source

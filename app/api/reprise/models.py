@@ -59,6 +59,7 @@ def _describe(
             "prefix_reuse": settings.cache.mode != "recompute",
             "positions_decoupled": model.decouplable,
             "truncation": _truncation(settings, model),
+            **readiness.form.described,
         },
         "cache": {
             "fingerprint": model.fingerprint,

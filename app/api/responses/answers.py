@@ -7,7 +7,7 @@ from reprise.app.api.custom_input import CustomInput
 from reprise.app.api.responses.as_chat import item_id, wants_logprobs
 from reprise.app.errors import ApiError
 from reprise.app.schemas.responses import CustomTool, FunctionTool, ResponseRequest
-from reprise.app.text.answer_parser import Call
+from reprise.app.text.answer_parts import Call
 from reprise.app.turn.answer import Delta
 from reprise.app.turn.generation import Generation
 

@@ -47,6 +47,7 @@ def test_a_machine_that_has_everything_has_nothing_to_mend(tmp_path: Path) -> No
         "processor",
         "memory",
         "model",
+        "calls",
         "state",
         "disk",
         "Redis",

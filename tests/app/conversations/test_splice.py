@@ -10,6 +10,7 @@ from reprise.app.conversations.splice import (
     Candidate,
     Splice,
     changed,
+    cut,
     exact,
     in_place,
     prompt_alone,
@@ -19,6 +20,7 @@ from reprise.app.conversations.splice import (
 from reprise.app.conversations.transcript_store import RecordedAnswer
 from reprise.app.text.tokenizer import SHIELD
 from tests.app.conversations.test_transcripts import TRIMS, assistant, tokenizer_with, user
+from tests.app.text.families.samples import tokenizer_for
 from tools.bundled_model.corpus import CHAT_TEMPLATE
 
 PIECES = ("the", " cat", " sat", " on", " the", " mat")
@@ -69,6 +71,19 @@ def test_a_sibling_is_kept_as_far_as_the_client_sent_it_back(content: str, kept:
     sibling = candidate_of(chat, is_exact=False)
     expected = (kept, content.removeprefix("".join(PIECES[:kept])) + REST)
     assert unshielded(in_place(chat, sibling)) == unshielded(splice_of(chat, sibling)) == expected
+
+
+def test_a_token_that_marks_the_end_of_a_call_is_kept_and_the_end_of_turn_is_not():
+    tokenizer = tokenizer_for("lfm2")
+    end = tokenizer.encode("<|im_end|>")
+    ids = tokenizer.encode("<|tool_call_start|>[f()]<|tool_call_end|>") + end
+    answer = RecordedAnswer(
+        id=1, session_id="s", chain=b"", bare=b"", digest=b"", text="[f()]", ends=array("I", [0, 1, 2, 3, 4, 5, 5, 5]),
+        token_ids=array("I", ids), prompt_chars=0, prompt_digest=b"", continues=False,
+    )  # fmt: skip
+    assert cut(tokenizer, answer, 5, "", REST) == Splice(len(ids) - 1, REST)
+    # Where the template writes the mark itself, it would be there twice.
+    assert cut(tokenizer, answer, 5, "", "<|tool_call_end|>" + REST).kept_tokens == len(ids) - 2
 
 
 def test_an_answer_that_the_template_changes_is_found_by_what_stands_around_it():

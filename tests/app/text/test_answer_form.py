@@ -2,8 +2,10 @@ import json
 
 import pytest
 
-from reprise.app.text.answer_form import AnswerForm
-from reprise.app.text.answer_parser import Call
+from reprise.app.text.answer_form import NO_FORM, AnswerForm
+from reprise.app.text.answer_parts import Call
+from reprise.app.text.families.detect import Found
+from reprise.app.text.families.table import FAMILIES
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 CALLING = {
@@ -15,24 +17,16 @@ RESULT = {"role": "tool", "content": "3", "tool_call_id": "1"}
 ASKED = [{"role": "user", "content": "1 + 2?"}, CALLING, RESULT]
 
 
-@pytest.mark.parametrize(
-    ("template", "form"),
-    [
-        ("{{ messages }}", AnswerForm(knows_tools=False, style="tags", thinks=False)),
-        ("{% if tools %}<tool_call>{% endif %}<think>", AnswerForm(knows_tools=True, style="tags", thinks=True)),
-        ("{% if tools %}Environment: ipython{% endif %}", AnswerForm(knows_tools=True, style="bare", thinks=False)),
-    ],
-)
-def test_the_template_shows_the_form(template, form):
-    assert AnswerForm.of(template) == form
+def form(**found: object) -> AnswerForm:
+    return AnswerForm(found=Found(**found), special_ids={})
 
 
 def test_a_template_that_knows_tools_gets_them():
-    assert AnswerForm(knows_tools=True).prompt(ASKED, TOOLS) == (ASKED, TOOLS)
+    assert form(knows_tools=True).prompt(ASKED, TOOLS) == (ASKED, TOOLS)
 
 
 def test_others_get_them_as_text():
-    messages, tools = AnswerForm().prompt(ASKED, TOOLS)
+    messages, tools = NO_FORM.prompt(ASKED, TOOLS)
     assert tools is None
     assert [message["role"] for message in messages] == ["system", "user", "assistant", "user"]
     assert json.dumps(TOOLS[0]) in messages[0]["content"]
@@ -42,18 +36,60 @@ def test_others_get_them_as_text():
 
 
 def test_tools_stand_behind_a_system_prompt_that_is_there():
-    messages, _ = AnswerForm().prompt([{"role": "system", "content": "Be brief."}, ASKED[0]], TOOLS)
+    messages, _ = NO_FORM.prompt([{"role": "system", "content": "Be brief."}, ASKED[0]], TOOLS)
     assert len(messages) == 2
     assert messages[0]["content"].startswith("Be brief.\n\n# Tools")
     plain = [ASKED[0]]
-    assert AnswerForm().prompt(plain, None) == (plain, None)
+    assert NO_FORM.prompt(plain, None) == (plain, None)
 
 
-@pytest.mark.parametrize("knows_tools", [True, False])
-def test_what_is_recorded_is_what_the_client_will_send_back(knows_tools):
+def test_a_family_that_was_chosen_is_taught_by_example():
+    messages, _ = form(calls=FAMILIES["glm"]).prompt(ASKED[:1], TOOLS)
+    assert messages[0]["content"].endswith(
+        "<tool_call>NAME\n<arg_key>ARGUMENT</arg_key>\n<arg_value>VALUE</arg_value>\n</tool_call>"
+    )
+
+
+def test_a_template_may_look_for_tools_in_the_system_message():
+    messages, tools = form(knows_tools=True, tools_in_system=True).prompt(ASKED[:1], TOOLS)
+    assert (tools, messages[1:]) == (None, ASKED[:1])
+    assert json.loads(messages[0]["tools"]) == [TOOLS[0]["function"]]
+    system = {"role": "system", "content": "Be brief."}
+    messages, _ = form(knows_tools=True, tools_in_system=True).prompt([system, *ASKED[:1]], TOOLS)
+    assert (len(messages), messages[0]["content"]) == (2, "Be brief.")
+
+
+def test_a_history_comes_in_the_form_that_the_template_takes():
+    messages, _ = form(knows_tools=True, shows_calls=False, calls=FAMILIES["phi"]).prompt(ASKED, TOOLS)
+    assert messages[1]["content"] == 'Well.\n<|tool_call|>[{"name": "add", "arguments": {"a": "Ü"}}]<|/tool_call|>'
+    assert messages[2] == RESULT
+    messages, _ = form(knows_tools=True, takes_objects=False).prompt(ASKED, TOOLS)
+    assert messages[1]["tool_calls"][0]["function"]["arguments"] == '{"a": "Ü"}'
+    messages, _ = form(knows_tools=True, short_ids=True).prompt(ASKED, TOOLS)
+    call_id = messages[1]["tool_calls"][0]["id"]
+    assert len(call_id) == 9
+    assert call_id.isalnum()
+    assert messages[2]["tool_call_id"] == call_id
+    assert form(knows_tools=True, short_ids=True).prompt(messages, TOOLS)[0] == messages
+    assert ASKED[1]["tool_calls"][0]["id"] == "1"
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        {"knows_tools": True},
+        {"knows_tools": False},
+        {"knows_tools": True, "shows_calls": False},
+        {"knows_tools": True, "takes_objects": False, "short_ids": True},
+    ],
+)
+def test_what_is_recorded_is_what_the_client_will_send_back(found):
     """Else the next turn would not be recognised."""
-    form = AnswerForm(knows_tools=knows_tools)
-    recorded = form.answer("Well.", "", [Call("1", "add", '{"a": "Ü"}')])
-    (sent_back,), _ = form.prompt([CALLING], None)
+    recorded = form(**found).answer("Well.", "", [Call("1", "add", '{"a": "Ü"}')])
+    (sent_back,), _ = form(**found).prompt([CALLING], None)
     assert recorded == sent_back
-    assert form.answer("Yes.", "Hm.", []) == {"role": "assistant", "content": "Yes.", "reasoning_content": "Hm."}
+    assert form(**found).answer("Yes.", "Hm.", []) == {
+        "role": "assistant",
+        "content": "Yes.",
+        "reasoning_content": "Hm.",
+    }

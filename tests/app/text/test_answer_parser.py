@@ -5,14 +5,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reprise.app.text.answer_parser import AnswerParser, AnswerParts
+from reprise.app.text.answer_parser import AnswerParser
+from reprise.app.text.answer_parts import AnswerParts, Wanted
+from reprise.app.text.families.table import FAMILIES
+from reprise.app.text.families.thoughts import THINK
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": [1, "}"], "b": {"c": "\\""}}}\n</tool_call>'
 ARGUMENTS = '{"a": [1, "}"], "b": {"c": "\\""}}'
 
 
+FAMILY_OF = {"tags": FAMILIES["hermes"], "bare": FAMILIES["llama"], None: None}
+
+
 def parser(style: str | None = "tags", *, parallel: bool = True, thinks: bool = False, in_thought: bool = False):
-    return AnswerParser(style=style, names={"add", "sub"}, parallel=parallel, thinks=thinks, in_thought=in_thought)
+    wanted = Wanted(tools={"add": {}, "sub": {}}, parallel=parallel)
+    thoughts = THINK if thinks or in_thought else None
+    return AnswerParser(wanted, calls=FAMILY_OF[style], thoughts=thoughts, in_thought=in_thought)
 
 
 def read(parsing: AnswerParser, pieces: list[str]) -> tuple[str, str, list[tuple[str, str]]]:

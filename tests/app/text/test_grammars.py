@@ -6,7 +6,11 @@ from llguidance import LLMatcher, LLTokenizer
 
 from reprise.app.errors import ApiError
 from reprise.app.schemas.chat import ChatCompletionRequest
+from reprise.app.text.answer_form import NO_FORM, AnswerForm
+from reprise.app.text.families.detect import Found
+from reprise.app.text.families.table import FAMILIES
 from reprise.app.text.grammars import grammar_of
+from tests.app.text.families.samples import SAMPLES, tokenizer_for, written
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
 TOOLS = [
@@ -15,6 +19,7 @@ TOOLS = [
 ]
 GET = '<tool_call>\n{"name": "get", "arguments": {"a": 1}}\n</tool_call>'
 NO_ARGS = '<tool_call>\n{"name": "no_args", "arguments": {}}\n</tool_call>'
+FORMS = {"tags": NO_FORM, "bare": AnswerForm(found=Found(calls=FAMILIES["llama"]), special_ids={})}
 BARE = '{"name": "get", "parameters": {"a": 1}}'
 
 
@@ -62,14 +67,14 @@ def takes(grammar: str, tokenizer: LLTokenizer, text: str) -> bool:
     ],
 )  # fmt: skip
 async def test_what_an_answer_may_be(tokenizer, fields, style, good, bad):
-    grammar = await grammar_of(request(**fields), style)
+    grammar = await grammar_of(request(**fields), FORMS[style])
     assert [takes(grammar, tokenizer, text) for text in good] == [True] * len(good)
     assert [takes(grammar, tokenizer, text) for text in bad] == [False] * len(bad)
 
 
 @pytest.mark.parametrize("fields", [{}, {"tools": TOOLS}, {"response_format": {"type": "text"}}])
 async def test_most_answers_are_free(fields):
-    assert await grammar_of(request(**fields), "tags") == ""
+    assert await grammar_of(request(**fields), NO_FORM) == ""
 
 
 @pytest.mark.parametrize(
@@ -96,7 +101,7 @@ async def test_most_answers_are_free(fields):
 )  # fmt: skip
 async def test_what_cannot_be_followed_is_refused(fields, param):
     with pytest.raises(ApiError) as error:
-        await grammar_of(request(**fields), "tags")
+        await grammar_of(request(**fields), NO_FORM)
     assert (error.value.status, error.value.code, error.value.param) == (400, "invalid_schema", param)
     assert "\n" not in error.value.message
 
@@ -110,17 +115,17 @@ async def test_what_cannot_be_followed_is_refused(fields, param):
 )
 async def test_only_a_grammar_of_the_clients_own_is_pointed_into(fields, message):
     with pytest.raises(ApiError) as error:
-        await grammar_of(request(**fields), "tags")
+        await grammar_of(request(**fields), NO_FORM)
     assert error.value.message == message
 
 
 async def test_a_lenient_schema_keeps_to_what_can_be_enforced(tokenizer):
-    grammar = await grammar_of(request(**schema({**SCHEMA, "not": {}}, strict=False)), "tags")
+    grammar = await grammar_of(request(**schema({**SCHEMA, "not": {}}, strict=False)), NO_FORM)
     assert takes(grammar, tokenizer, '{"a": 1}')
 
 
 async def test_a_request_cannot_change_the_layout(tokenizer):
-    grammar = await grammar_of(request(**schema({**SCHEMA, "x-guidance": {"key_separator": "="}})), "tags")
+    grammar = await grammar_of(request(**schema({**SCHEMA, "x-guidance": {"key_separator": "="}})), NO_FORM)
     assert takes(grammar, tokenizer, '{"a": 1}')
 
 
@@ -135,6 +140,56 @@ async def test_a_request_cannot_change_the_layout(tokenizer):
 )
 async def test_the_field_that_was_sent_is_named(fields, param):
     with pytest.raises(ApiError) as error:
-        await grammar_of(request(**fields), "tags")
+        await grammar_of(request(**fields), NO_FORM)
     assert error.value.param == param
     assert error.value.message.startswith(f"Invalid '{param}': ")
+
+
+FAMILY_TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "look_up",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "place": {"type": "string"},
+                    "kind": {"enum": ["sun", "rain"]},
+                    "days": {"type": "integer"},
+                    "more": {"type": "object"},
+                },
+                "required": ["place"],
+            },
+        },
+    },
+    {"type": "function", "function": {"name": "anything", "parameters": {"type": "object"}}},
+]
+
+
+@pytest.mark.parametrize("family", sorted(SAMPLES))
+async def test_required_calls_have_the_form_of_the_models_family(family):
+    """Calls as its template writes them are allowed; text and calls with wrong arguments are not."""
+    tokenizer = tokenizer_for(family)
+    own = LLTokenizer(tokenizer._tokenizer.to_str(), eos_token=tokenizer.encode("<|im_end|>")[0])
+    grammar = await grammar_of(request(tools=FAMILY_TOOLS, tool_choice="required"), tokenizer.form)
+
+    def accepts(calls: list[tuple[str, dict[str, Any]]], before: str = "") -> bool:
+        matcher = LLMatcher(own, grammar, log_level=0)
+        ids = tokenizer.encode(before + written(family, calls))
+        return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+    full = {"place": 'Zürich "HB"', "kind": "sun", "days": -3, "more": {"in": [1, True, "x"]}}
+    assert accepts([("look_up", full)])
+    assert accepts([("look_up", {"place": "Rome"})])
+    assert accepts([("look_up", {"place": "Rome", "days": 3})])
+    assert accepts([("anything", {"x": "y"})])
+    if family not in ("llama", "harmony"):
+        assert accepts([("look_up", full), ("anything", {})])
+    assert not accepts([("look_up", {"place": "Rome"})], before="Hm. ")
+    assert not accepts([("remove", {"place": "Rome"})])
+    assert not accepts([("look_up", {"place": "Rome", "kind": "hail"})])
+    assert not accepts([("look_up", {"place": "Rome", "days": "many"})])
+    assert not accepts([("look_up", {"days": 3})])
+    named = {"type": "function", "function": {"name": "anything"}}
+    grammar = await grammar_of(request(tools=FAMILY_TOOLS, tool_choice=named), tokenizer.form)
+    assert not accepts([("look_up", {"place": "Rome"})])

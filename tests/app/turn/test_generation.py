@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from reprise.app.text.answer_parts import Wanted
 from reprise.app.text.tokenizer import ChatTokenizer
 from reprise.app.turn.answer import Answer, Delta, tokens_within
 from reprise.app.turn.prepare import plain_parser
@@ -51,7 +52,7 @@ def play(choice: Answer, arriving: list[Output]) -> list[Delta]:
 
 
 def make(tokenizer: ChatTokenizer, *stops: str, min_tokens: int = 0) -> Answer:
-    return Answer(index=0, tokenizer=tokenizer, stops=stops, min_tokens=min_tokens, parser=plain_parser())
+    return Answer(index=0, tokenizer=tokenizer, min_tokens=min_tokens, parser=plain_parser(Wanted(stops=stops)))
 
 
 TEXTS = st.text("ab Ünï🎉STOP", max_size=30)
@@ -90,17 +91,15 @@ def test_without_stops_the_text_is_that_of_all_tokens(tokenizer, text, sizes):
 
 
 def test_a_stop_string_is_shown_where_that_was_asked_for(tokenizer):
-    choice = Answer(
-        index=0, tokenizer=tokenizer, stops=("STOP", "TOP"), min_tokens=0, parser=plain_parser(), shows_stop=True
-    )
+    wanted = Wanted(stops=("STOP", "TOP"), shows_stop=True)
+    choice = Answer(index=0, tokenizer=tokenizer, min_tokens=0, parser=plain_parser(wanted))
     play(choice, outputs([*tokenizer.encode("one STOP two"), 2], []))
     assert (choice.text, choice.content, choice.finish_reason) == ("one STOP", "one STOP", "stop")
 
 
 def test_special_tokens_are_shown_where_that_was_asked_for(tokenizer):
-    choice = Answer(
-        index=0, tokenizer=tokenizer, stops=(), min_tokens=0, parser=plain_parser(), skip_special_tokens=False
-    )
+    parser = plain_parser(Wanted())
+    choice = Answer(index=0, tokenizer=tokenizer, min_tokens=0, parser=parser, skip_special_tokens=False)
     play(choice, outputs([*tokenizer.encode("one"), 2], []))
     assert choice.text == "one<|im_end|>"
 

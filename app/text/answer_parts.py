@@ -1,0 +1,213 @@
+"""Collects the parts of one answer (content, thoughts, calls) and finds stop strings in its content."""
+
+import secrets
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from reprise.app.text.detokenizer import StopFinder
+
+_ID_CHARS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
+SHORT_ID_CHARS = 9  # length of the only ids that templates of Mistral's models accept
+
+
+@dataclass(slots=True)
+class Call:
+    """A tool call, as far as it has been parsed."""
+
+    id: str
+    name: str
+    arguments: str = ""
+
+
+@dataclass(slots=True)
+class AnswerParts:
+    """The parts that one piece of text added to the answer."""
+
+    content: str = ""
+    reasoning: str = ""
+    # (index, the call if it is new, more of its arguments)
+    calls: list[tuple[int, Call | None, str]] = field(default_factory=list)
+
+    def add(self, later: "AnswerParts") -> None:
+        self.content += later.content
+        self.reasoning += later.reasoning
+        self.calls += later.calls
+
+    def __bool__(self) -> bool:
+        return bool(self.content or self.reasoning or self.calls)
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """The wishes of a request for its answer's form."""
+
+    tools: Mapping[str, dict[str, Any]] = field(default_factory=dict)  # functions that may be called -> their schemas
+    parallel: bool = True  # several calls are allowed
+    stops: tuple[str, ...] = ()
+    shows_stop: bool = False  # a stop string that is found is part of the content
+
+
+class AnswerWriter:
+    """Holds an answer's text until a subclass has decided what it is, and collects the parts.
+
+    A subclass implements `_advance`, which takes text from the front of `_held` by `_say` and `_drop`. Special tokens
+    are pushed as marks. A mark that becomes content or reasoning is left out of it. Stop strings count in content
+    alone; after one, all further text is ignored. Positions are in characters of all that was pushed, marks included.
+    """
+
+    def __init__(self, wanted: Wanted, *, short_ids: bool = False) -> None:
+        """Set up. short_ids: whether the model's template accepts only ids of SHORT_ID_CHARS letters and digits."""
+        self.calls: list[Call] = []
+        self.content = ""
+        self.reasoning = ""
+        self.thought_chars = 0  # position at which the thought ended
+        self.stopped_at = 0  # position at which a stop string cut the answer
+        self._wanted = wanted
+        self._short_ids = short_ids
+        self._parts = AnswerParts()
+        self._held = ""  # read, but not yet clear what it belongs to
+        self._at = 0  # position of the held text
+        self._marks: list[tuple[int, int]] = []  # positions of special tokens in the held text
+        self._is_dropped = False  # whether the current call exceeds the permitted number
+        self._finder = StopFinder(wanted.stops)
+        self._unsearched = 0  # position before which stop strings do not count
+        self._given = 0  # characters of content given to the finder, or past it
+        self._passed = 0  # those given past it
+        self._spans: list[tuple[int, int]] = []  # (offset in the content, position) of each run of content
+
+    @property
+    def stop_string(self) -> str:
+        """The stop string that was found; empty if there is none."""
+        return self._finder.found
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a stop string was found."""
+        return self._finder.hit
+
+    @property
+    def shown_up_to(self) -> int:
+        """The position up to which no content is held back because a stop string may begin in it."""
+        held = self._finder.held_chars
+        return self._position(self._given - held) if held else self._at + len(self._held)
+
+    def push(self, text: str, *, is_mark: bool = False, is_searched: bool = True) -> AnswerParts:
+        """Take in text. is_mark: whether it is a special token. is_searched: whether stop strings count in it. Returns
+        the parts that have become clear."""
+        if not self.is_stopped:
+            end = self._at + len(self._held)
+            if is_mark:
+                self._marks.append((end, end + len(text)))
+            self._held += text
+            if not is_searched:
+                self._unsearched = end + len(text)
+            self._advance(final=False)
+        return self._take_parts()
+
+    def flush(self) -> AnswerParts:
+        """Return the parts that were held back, at the end of the answer."""
+        if not self.is_stopped:
+            self._advance(final=True)
+            self._drop(len(self._held))
+        if not self.is_stopped:
+            self._show(self._finder.flush())
+        return self._take_parts()
+
+    def _advance(self, *, final: bool) -> None:
+        raise NotImplementedError
+
+    def _take_parts(self) -> AnswerParts:
+        parts, self._parts = self._parts, AnswerParts()
+        return parts
+
+    # What readers of calls do with an answer: see `reprise.app.text.families.reading.Calls`.
+
+    def knows(self, name: str) -> bool:
+        return name in self._wanted.tools
+
+    def schema(self, name: str) -> dict[str, Any]:
+        return self._wanted.tools[name]
+
+    def begin(self, name: str, call_id: str = "") -> None:
+        self._is_dropped = self.is_stopped or (bool(self.calls) and not self._wanted.parallel)
+        if not self._is_dropped:
+            self.calls.append(Call(call_id or self._new_id(), name))
+            self._parts.calls.append((len(self.calls) - 1, self.calls[-1], ""))
+
+    def add(self, arguments: str) -> None:
+        if arguments and not self._is_dropped:
+            self.calls[-1].arguments += arguments
+            self._parts.calls.append((len(self.calls) - 1, None, arguments))
+
+    def _new_id(self) -> str:
+        if self._short_ids:
+            return "".join(secrets.choice(_ID_CHARS) for _ in range(SHORT_ID_CHARS))
+        return f"call_{secrets.token_hex(12)}"
+
+    def _drop(self, count: int) -> None:
+        """Remove held text that is markup."""
+        self._held = self._held[count:]
+        self._at += count
+        while self._marks and self._marks[0][1] <= self._at:
+            self._marks.pop(0)
+
+    def _say(self, count: int, *, is_thought: bool = False) -> None:
+        """Make held text part of the content, or of the reasoning."""
+        end, place = self._at + count, self._at
+        for start, stop in [*self._marks, (end, end)]:
+            if place < min(start, end):
+                self._put(self._held[place - self._at : min(start, end) - self._at], place, is_thought=is_thought)
+            place = max(place, stop)
+        self._drop(count)
+
+    def _put(self, text: str, position: int, *, is_thought: bool = False) -> None:
+        """Add text to the content or to the reasoning. position: where it comes from."""
+        if self.is_stopped:
+            return
+        if is_thought:
+            self.reasoning += text
+            self._parts.reasoning += text
+        elif not self._wanted.stops:
+            self._show(text)
+        else:
+            if not self._spans or position - self._given != self._spans[-1][1] - self._spans[-1][0]:
+                self._spans.append((self._given, position))
+            self._given += len(text)
+            unsearched = min(len(text), max(0, self._unsearched - position))
+            self._passed += unsearched
+            self._show(text[:unsearched] + self._finder.push(text[unsearched:]))
+            if self._finder.end is not None:
+                self._stop(self._passed + self._finder.end)
+
+    def _stop(self, end: int) -> None:
+        """End the content. end: the offset in it at which the stop string begins."""
+        if self._wanted.shows_stop:
+            self._show(self._finder.found)
+            end += len(self._finder.found)
+        self.stopped_at = self._position(end)
+
+    def _show(self, text: str) -> None:
+        self.content += text
+        self._parts.content += text
+
+    def _position(self, offset: int) -> int:
+        """Return the position up to which the first `offset` characters of the content reach, or from which on they
+        come if `offset` is 0."""
+        index = bisect_right(self._spans, max(0, offset - 1), key=lambda span: span[0]) - 1
+        start, position = self._spans[index]
+        return position + offset - start
+
+
+def possible(text: str, *literals: str) -> int:
+    """Return how many characters at the end of `text` may be the beginning of one of the literals, and must be held
+    back."""
+    longest = max(map(len, literals), default=0)
+    tail = text[max(0, len(text) - longest + 1) :]
+    if not any(literal[0] in tail for literal in literals):
+        return 0
+    for count in range(min(len(text), longest - 1), 0, -1):
+        if any(literal.startswith(text[-count:]) for literal in literals if len(literal) > count):
+            return count
+    return 0

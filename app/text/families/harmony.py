@@ -1,0 +1,157 @@
+"""The format of gpt-oss, "harmony": an answer is a run of messages in channels, for thoughts, text and calls."""
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from reprise.app.text.answer_parts import AnswerWriter, Wanted, possible
+from reprise.app.text.families.lark import Lark, OfferedTool
+from reprise.app.text.families.reading import JsonEnd, Reader, Skip
+
+START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
+END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
+_MAX_HEAD_CHARS = 1024
+_ENDS = (END, CALL, RETURN, START)
+_RECIPIENT = re.compile(r"\bto=(?:functions\.)?([^\s<]+)")
+
+
+@dataclass(frozen=True, slots=True)
+class HarmonyCalls:
+    """The shape of a call in a channel. Only `HarmonyParser` reads it."""
+
+    @property
+    def openings(self) -> tuple[str, ...]:
+        return ()
+
+    @property
+    def at_start(self) -> bool:
+        return False
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        return START, CHANNEL, CONSTRAIN, MESSAGE, END, CALL, RETURN
+
+    def reader(self) -> Reader:
+        return Skip("")
+
+    def written(self, calls: list[tuple[str, dict[str, Any]]]) -> str:
+        return "\n".join(
+            f"to=functions.{name} {json.dumps(arguments, ensure_ascii=False)}" for name, arguments in calls
+        )
+
+    def grammar(self, tools: list[OfferedTool], many: bool, lark: Lark) -> str:
+        rules = [
+            lark.rule(
+                "call",
+                lark.joined(
+                    lark.literal(f"{CHANNEL}commentary to=functions.{tool.name} {CONSTRAIN}json{MESSAGE}"),
+                    lark.json(tool.schema, tool),
+                ),
+            )
+            for tool in tools
+        ]
+        return lark.repeated("", "", "", rules, False)  # a call ends the answer
+
+
+class HarmonyParser(AnswerWriter):
+    """Parses the answer of one choice by its channels. The prompt has opened the answer's first message.
+
+    `analysis` is reasoning. Messages to a wanted function are calls. All else is content, also text before any mark.
+    """
+
+    def __init__(self, wanted: Wanted, *, in_thought: bool) -> None:
+        """Set up. in_thought: whether the prompt has already opened a thought."""
+        super().__init__(wanted)
+        self._step: Callable[[bool], bool] = self._body if in_thought else self._beginning
+        self._is_thought = in_thought
+        self._is_call = False
+        self._has_text = False  # whether the present message has text
+        self._end = JsonEnd()
+
+    def _advance(self, *, final: bool) -> None:
+        while not self.is_stopped and self._step(final):
+            pass
+
+    # Each step takes from the held text what can be told, and returns whether another step may take more.
+
+    def _beginning(self, final: bool) -> bool:
+        """Decide whether the answer has marks at all. A header may begin with a recipient."""
+        text = self._held.lstrip()
+        heads = (CHANNEL, START, "to=functions.", MESSAGE)
+        if text.startswith(heads):
+            self._step = self._header
+            return True
+        if any(head.startswith(text) for head in heads) and not final:
+            return False
+        self._step = self._body
+        return True
+
+    def _between(self, final: bool) -> bool:
+        """Look for another message. Text without a header is content."""
+        text = self._held.lstrip()
+        if text.startswith((START, CHANNEL)):
+            self._step = self._header
+            return True
+        if text.startswith(_ENDS):
+            self._drop(len(self._held) - len(text) + len(next(end for end in _ENDS if text.startswith(end))))
+            return True
+        if any(mark.startswith(text) for mark in (*_ENDS, CHANNEL)) and not final:
+            return False
+        self._is_thought = self._is_call = False
+        self._step = self._body
+        return bool(text)
+
+    def _header(self, final: bool) -> bool:
+        """Read from `<|start|>` or `<|channel|>` to `<|message|>`."""
+        place = self._held.find(MESSAGE)
+        if place < 0:
+            if len(self._held) <= _MAX_HEAD_CHARS:
+                return False  # at the end of the answer nothing but a header is lost
+            self._is_thought = self._is_call = False
+            self._step = self._body
+            return True
+        header = self._held[:place]
+        channel = header.partition(CHANNEL)[2].split(maxsplit=1)
+        recipient = _RECIPIENT.search(header)
+        name = recipient[1].partition(CONSTRAIN)[0].partition(CHANNEL)[0] if recipient is not None else ""
+        self._is_thought = bool(channel) and channel[0].startswith("analysis") and not name
+        self._is_call = self.knows(name)
+        self._has_text = False
+        if name and not self._is_call:
+            self._put(f"{recipient[0]} " if recipient is not None else "", self._at)  # what no client could answer
+            self._has_text = True
+        self._drop(place + len(MESSAGE))
+        if self._is_call:
+            self.begin(name)
+            self._end = JsonEnd()
+        self._step = self._body
+        return True
+
+    def _body(self, final: bool) -> bool:
+        ends = [place for end in _ENDS if (place := self._held.find(end)) >= 0]
+        count = min(ends) if ends else len(self._held) - (0 if final else possible(self._held, *_ENDS))
+        if self._is_call:
+            if not self._end.found:
+                self.add(self._held[: self._end.push(self._held[:count])])
+            self._drop(count)
+        elif count:
+            self._separate()
+            self._say(count, is_thought=self._is_thought)
+        if not ends:
+            if final and self._is_thought:
+                self.thought_chars = self._at
+            return False
+        if not self._held.startswith(START):  # that begins the next header
+            self._drop(len(next(end for end in _ENDS if self._held.startswith(end))))
+        if self._is_thought:
+            self.thought_chars = self._at
+        self._step = self._between
+        return True
+
+    def _separate(self) -> None:
+        """Put an empty line between two messages of one kind."""
+        if not self._has_text and (self.reasoning if self._is_thought else self.content):
+            self._put("\n\n", self._at, is_thought=self._is_thought)
+        self._has_text = True

@@ -1,0 +1,111 @@
+"""Calls that are a function's name, a separator, and its arguments as a JSON object."""
+
+import json
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from reprise.app.text.families.lark import Lark, OfferedTool
+from reprise.app.text.families.reading import MAX_NAME_CHARS, JsonEnd, Progress, Reader, Steps
+
+
+@dataclass(frozen=True, slots=True)
+class NamedJson:
+    """The shape of named calls.
+
+    open, close: tags around all calls. begin, end: around each. head: matches from `begin` up to the arguments, with
+    groups `name` and, where the model writes ids, `id`. before, after: what the model writes around a call's
+    arguments; `{name}` stands for the name and `{number}` for the call's number. between: what it writes between two
+    calls. skipped: what may stand after the arguments beside `end`.
+    """
+
+    head: re.Pattern[str]
+    before: str
+    after: str
+    begin: str
+    end: str = ""
+    open: str = ""
+    close: str = ""
+    between: str = ""
+    skipped: tuple[str, ...] = ()
+    more_markers: tuple[str, ...] = ()
+
+    @property
+    def openings(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(text for text in (self.open, self.begin) if text))
+
+    @property
+    def at_start(self) -> bool:
+        return False
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        return tuple(text for text in (self.open, self.close, self.begin, self.end, *self.more_markers) if text)
+
+    def reader(self) -> Reader:
+        return _NamedReader(self)
+
+    def written(self, calls: list[tuple[str, dict[str, Any]]]) -> str:
+        texts = [
+            self.before.replace("{name}", name).replace("{number}", str(number))
+            + json.dumps(arguments, ensure_ascii=False)
+            + self.after
+            for number, (name, arguments) in enumerate(calls)
+        ]
+        return self.open + self.between.join(texts) + self.close
+
+    def grammar(self, tools: list[OfferedTool], many: bool, lark: Lark) -> str:
+        rules = []
+        for tool in tools:
+            before, number, after = self.before.replace("{name}", tool.name).partition("{number}")
+            head = lark.joined(lark.literal(before), "/[0-9]+/" if number else "", lark.literal(after))
+            rules.append(lark.rule("call", lark.joined(head, lark.json(tool.schema, tool), lark.literal(self.after))))
+        return lark.repeated(self.open, self.between, self.close, rules, many)
+
+
+class _NamedReader(Steps):
+    def __init__(self, shape: NamedJson) -> None:
+        super().__init__()
+        self._shape = shape
+        self._end = JsonEnd()
+
+    def open(self) -> Progress | None:
+        self.take(self._shape.open)
+        self.skip_space()
+        return self.then(self._head)
+
+    def _head(self) -> Progress | None:
+        found = self._shape.head.match(self.text, self.at)
+        if found is not None:
+            if not self.calls.knows(found["name"]):
+                return Progress.TEXT
+            self.at = found.end()
+            self.begin(found["name"], (found.groupdict().get("id") or "").strip())
+            return self.then(self._arguments)
+        if self.may_become(self._shape.begin) or self.text.startswith(self._shape.begin, self.at):
+            return self.wait(MAX_NAME_CHARS)
+        return Progress.TEXT
+
+    def _arguments(self) -> Progress | None:
+        start = self.at
+        self.at = self._end.push(self.text, start)
+        self.calls.add(self.text[start : self.at])
+        if not self._end.found:
+            return Progress.MORE
+        self._end = JsonEnd()
+        return self.then(self._after)
+
+    def _after(self) -> Progress | None:
+        shape, place = self._shape, self.at
+        self.skip_space()
+        if self.take(shape.close):
+            return Progress.OVER
+        if self.take(shape.end, *shape.skipped):
+            return None
+        if self.text.startswith(shape.begin, self.at):
+            return self.then(self._head)
+        if self.may_become(shape.close, shape.end, shape.begin, *shape.skipped):
+            self.at = place
+            return Progress.MORE
+        self.at = len(self.text) if self.final and self.at == len(self.text) else place
+        return Progress.OVER

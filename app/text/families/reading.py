@@ -1,0 +1,177 @@
+"""Defines what reads calls, and the parts that several readers share.
+
+A reader is a small state machine over streamed text. It begins at a marker that may open a call, and is given the text
+from there that it has not taken yet, however the stream is cut.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from enum import Enum, auto
+from typing import Any, Protocol
+
+MAX_HEAD_CHARS = 16_384  # from a marker up to where it is clear that a call begins
+MAX_NAME_CHARS = 512  # the same, for markers that a function's name follows directly
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
+_SCALAR = re.compile(r"[^\s,}\]{\[\"]+(?=[\s,}\]])")
+SPACE = re.compile(r"\s*")
+
+
+class Progress(Enum):
+    """A reader's verdict on the text that it has not taken.
+
+    MORE: it needs more text. OVER: its calls are complete, the text is the answer's. TEXT: the text is no call after
+    all, and belongs to the answer.
+    """
+
+    MORE = auto()
+    OVER = auto()
+    TEXT = auto()
+
+
+class Calls(Protocol):
+    """The calls of an answer, to which readers add."""
+
+    def knows(self, name: str) -> bool:
+        """Return whether this function may be called. What looks like a call to another one stays text."""
+        ...
+
+    def schema(self, name: str) -> dict[str, Any]:
+        """Return the JSON schema of a known function's arguments."""
+        ...
+
+    def begin(self, name: str, call_id: str = "") -> None: ...
+
+    def add(self, arguments: str) -> None:
+        """Add to the JSON text of the current call's arguments."""
+        ...
+
+
+class Reader(Protocol):
+    """A reader of one call, or of a run of calls."""
+
+    def read(self, text: str, calls: Calls, *, final: bool) -> tuple[int, Progress]:
+        """Return how many characters were taken, and what is to be said of the rest. text: from the marker on, or else
+        from where the last read ended. final: no more text will come."""
+        ...
+
+
+class Steps:
+    """A reader made of steps. A step looks at `text[at:]`, moves `at` past what it has taken, and either names the next
+    step and returns None, or returns what is to be said of the rest.
+
+    Before `_begin` nothing is certain: unless a step returns OVER, nothing counts as taken, and the next read starts
+    anew.
+    """
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.at = 0
+        self.final = False
+        self.calls: Calls
+        self.has_begun = False
+        self.step: Callable[[], Progress | None] = self.open
+
+    def open(self) -> Progress | None:
+        """Read the marker: the first step."""
+        raise NotImplementedError
+
+    def read(self, text: str, calls: Calls, *, final: bool) -> tuple[int, Progress]:
+        self.text, self.at, self.calls, self.final = text, 0, calls, final
+        while (progress := self.step()) is None:
+            pass
+        if not self.has_begun and progress is not Progress.OVER:
+            self.step = self.open
+            return 0, progress
+        return self.at, progress
+
+    def begin(self, name: str, call_id: str = "") -> None:
+        self.has_begun = True
+        self.calls.begin(name, call_id)
+
+    def then(self, step: Callable[[], Progress | None]) -> Progress | None:
+        """Name the next step, and return None."""
+        self.step = step
+        return None
+
+    def skip_space(self) -> None:
+        found = SPACE.match(self.text, self.at)
+        self.at = found.end() if found is not None else self.at
+
+    def take(self, *literals: str) -> bool:
+        """Take the longest of the literals that the text goes on with. Returns whether there was one."""
+        found = [literal for literal in literals if literal and self.text.startswith(literal, self.at)]
+        self.at += max(map(len, found), default=0)
+        return bool(found)
+
+    def may_become(self, *literals: str) -> bool:
+        """Return whether the rest of the text is the beginning of one of the literals, of which more may come."""
+        rest = self.text[self.at :]
+        return not self.final and any(literal.startswith(rest) for literal in literals if literal)
+
+    def wait(self, most: int) -> Progress:
+        """Return MORE, or TEXT if a head has become longer than `most` characters, or none will come."""
+        return Progress.TEXT if self.final or len(self.text) - self.at > most else Progress.MORE
+
+
+class Skip:
+    """A reader of a literal that is markup and no call."""
+
+    def __init__(self, literal: str) -> None:
+        self._literal = literal
+
+    def read(self, text: str, calls: Calls, *, final: bool) -> tuple[int, Progress]:
+        return len(self._literal), Progress.OVER
+
+
+class JsonEnd:
+    """A finder of the end of a JSON object or list that comes in pieces."""
+
+    def __init__(self) -> None:
+        self._depth, self._in_string, self._escaped = 0, False, False
+        self.found = False
+
+    def push(self, text: str, start: int = 0) -> int:
+        """Return the place in `text` at which the value ends, or its length while it goes on. start: where the value
+        begins or goes on."""
+        for place in range(start, len(text)):
+            char = text[place]
+            if self._escaped:
+                self._escaped = False
+            elif self._in_string:
+                self._escaped = char == "\\"
+                self._in_string = char != '"'
+            elif char == '"':
+                self._in_string = True
+            elif char in "{[":
+                self._depth += 1
+            elif char in "}]":
+                self._depth -= 1
+                if self._depth == 0:
+                    self.found = True
+                    return place + 1
+        return len(text)
+
+
+def json_string(text: str, at: int) -> tuple[str, int] | None:
+    """Return the JSON string that begins at `at`, decoded, and where it ends; None if it is incomplete or wrong."""
+    found = _STRING.match(text, at)
+    if found is None:
+        return None
+    try:
+        return json.loads(found[0], strict=False), found.end()
+    except ValueError:
+        return None
+
+
+def json_end(text: str, at: int) -> int | None:
+    """Return where the JSON value that begins at `at` ends; None while that is not clear."""
+    if text.startswith('"', at):
+        found = _STRING.match(text, at)
+        return None if found is None else found.end()
+    if text.startswith(("{", "["), at):
+        end = JsonEnd()
+        place = end.push(text, at)
+        return place if end.found else None
+    found = _SCALAR.match(text, at)
+    return None if found is None else found.end()

@@ -1,0 +1,115 @@
+"""Arguments that models write as plain text: what type they have by their tool's JSON schema, and their JSON."""
+
+import json
+import math
+from typing import Any, Literal
+
+from reprise.app.text.families.lark import resolved
+
+Kind = Literal["string", "json", "either"]
+_PYTHON = {"True": "true", "False": "false", "None": "null"}
+_TYPES: dict[type, str] = {bool: "boolean", int: "integer", float: "number", dict: "object", list: "array"}
+
+
+def kind_of(schema: dict[str, Any], key: str) -> tuple[Kind, frozenset[str]]:
+    """Return how to read the text of an argument, and the types that its schema allows (none: any). string: as it is.
+    json: as JSON, if it is some, else as it is. either: as JSON if that has one of the types, else as it is."""
+    root = resolved(schema, schema)
+    listed = root.get("properties")
+    types = _types(listed.get(key), {**schema, **root}) if isinstance(listed, dict) else frozenset[str]()
+    if types == {"string"}:
+        return "string", types
+    return "either" if "string" in types else "json", types
+
+
+def _types(schema: object, root: dict[str, Any], depth: int = 4) -> frozenset[str]:
+    found = resolved(schema, root)
+    given = found.get("type")
+    if isinstance(given, str):
+        return frozenset({given})
+    if isinstance(given, list):
+        return frozenset(name for name in given if isinstance(name, str))
+    values = found.get("enum", [found["const"]] if "const" in found else [])
+    if isinstance(values, list) and values:
+        return frozenset("string" if isinstance(value, str) else _type_of(value) for value in values)
+    types: frozenset[str] = frozenset()
+    for name in ("anyOf", "oneOf"):
+        if isinstance(ways := found.get(name), list) and depth:
+            each = [_types(way, root, depth - 1) for way in ways]
+            if not all(each):
+                return frozenset()
+            types |= frozenset().union(*each)
+    return types
+
+
+def _type_of(value: object) -> str:
+    return "null" if value is None else _TYPES.get(type(value), "string")
+
+
+def json_of(text: str, kind: Kind, types: frozenset[str]) -> str:
+    """Return the JSON of an argument's text."""
+    if kind != "string":
+        bare = text.strip()
+        bare = _PYTHON.get(bare, bare)
+        try:
+            value = json.loads(bare)
+            if kind == "json" or _fits(value, types):
+                return json.dumps(value, ensure_ascii=False, allow_nan=False)
+        except (ValueError, RecursionError):
+            pass
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _fits(value: object, types: frozenset[str]) -> bool:
+    name = _type_of(value)
+    if isinstance(value, str):
+        return False  # text in quotes, where text without them is a string too
+    return name in types or (name == "integer" and "number" in types)
+
+
+def json_of_value(value: object) -> str:
+    """Return the JSON of a value that a model wrote as Python. Raises ValueError if there is none."""
+    return json.dumps(_plain(value), ensure_ascii=False, allow_nan=False)
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError("JSON has no such number")
+    if isinstance(value, dict):
+        return {key if isinstance(key, str) else json.dumps(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return value
+
+
+def escaped(text: str) -> str:
+    """Return text as it stands inside a JSON string."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+class TextToJson:
+    """A writer of one argument whose text comes in pieces: a string is passed on at once, all else when it is
+    complete."""
+
+    def __init__(self, kind: Kind, types: frozenset[str]) -> None:
+        self._kind, self._types = kind, types
+        self._is_open = False  # a string has begun
+        self._pieces: list[str] = []
+
+    def push(self, text: str) -> str:
+        """Return the JSON that has become clear."""
+        if self._kind != "string":
+            self._pieces.append(text)
+            return ""
+        opening = "" if self._is_open else '"'
+        self._is_open = True
+        return opening + escaped(text)
+
+    def end(self) -> str:
+        if self._kind == "string":
+            return '"' if self._is_open else '""'
+        return json_of("".join(self._pieces), self._kind, self._types)
+
+    def cut(self) -> str:
+        """Return what there is of an argument that has no end."""
+        return "".join(self._pieces)
