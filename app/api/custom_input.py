@@ -15,34 +15,35 @@ class CustomInput:
     """A decoder of one call's arguments, which arrive in pieces cut anywhere."""
 
     def __init__(self) -> None:
-        self._arguments = ""
-        self._at = -1  # how far the arguments are decoded; -1 before the input begins
+        self._rest = ""  # what is not decoded yet
+        self._has_begun = False
 
     def push(self, arguments: str) -> str:
         """Return the text that more of the arguments add to the input."""
-        self._arguments += arguments
-        if self._at < 0:
-            if (opening := _OPENING.match(self._arguments)) is None:
+        self._rest += arguments
+        if not self._has_begun:
+            if (opening := _OPENING.match(self._rest)) is None:
                 return ""
-            self._at = opening.end()
-        found = _COMPLETE.match(self._arguments, self._at)
+            self._has_begun = True
+            self._rest = self._rest[opening.end() :]
+        found = _COMPLETE.match(self._rest)
         assert found is not None
         text = found[0]
         if (half := _HIGH_SURROGATE.search(text)) is not None:  # the other half of the character is yet to come
             text = text[: half.start()]
-        self._at += len(text)
+        self._rest = self._rest[len(text) :]
         return _decoded(text)
 
     def flush(self) -> str:
         """Return what is left at the end of the call: all of it if the arguments were not those of a custom tool."""
-        if self._at >= 0 or not self._arguments:
+        if self._has_begun or not self._rest:
             return ""
         try:
-            value = json.loads(self._arguments)
+            value = json.loads(self._rest)
         except ValueError:
-            return self._arguments
+            return self._rest
         given = value.get(CUSTOM_ARGUMENT) if isinstance(value, dict) else None
-        return given if isinstance(given, str) else self._arguments
+        return given if isinstance(given, str) else self._rest
 
 
 def input_of(arguments: str) -> str:
