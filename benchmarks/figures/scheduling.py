@@ -117,8 +117,8 @@ def served_section(result: Result, machine: str) -> list[str]:
     return titled(
         f"Orders of the queue, on servers with KV {SERVED[result['rows'][0]['kv']]}",
         "{conversations} conversations a round by Poisson, {turns} turns of a random 125 M-shape model (bf16): first "
-        "prompts of {first_tokens} tokens, then {more_tokens} more {think_s:g} s after each answer of {answer_tokens}; "
-        "these are means of log-normal lengths (sigma 1). Rates are shares of the turns a second that `fcfs` works off "
+        "prompts of {first_tokens} tokens, then {more_tokens} more after each answer of {answer_tokens} and a pause of "
+        "{pause:.0%} of the time in which conversations begin; these are means of log-normal lengths (sigma 1). Rates are shares of the turns a second that `fcfs` works off "
         "when all come at once. {seeds} seeds, which all servers play in turn. Times in ms.".format(
             **result["workload"], seeds=result["seeds"]
         ),
