@@ -7,13 +7,12 @@ from typing import Any
 from benchmarks.figures.panels import bars, held, panels, save_panels, table, titled
 from benchmarks.harness.result_files import BLUE, GREY
 from benchmarks.scheduling.simulated import PLACES
+from benchmarks.scheduling.workloads import DEFAULT
 
 COLORS = {"car": BLUE, "car-hidden": "#16a34a", "priority": "#dc2626", "fcfs": GREY, "due": "#f59e0b",
           "due-4": "#fbbf24", "due-16": "#b45309"}  # fmt: skip
 SAID = {"hbm": "in HBM", "new": "no history", "dram": "in DRAM", "disk": "on disk"}
 MEASURES = ("mean", "p50", "p95")
-SERVED_RESULTS: tuple[str, ...] = ()
-SERVED = {"hbm": "in HBM", "disk": "on disk"}
 Result = dict[str, Any]
 
 
@@ -114,16 +113,26 @@ def served_section(result: Result, machine: str) -> list[str]:
         for row in result["rows"]
         for arm, found in row["arms"].items()
     )  # fmt: skip
+    over = (
+        [f"{row['kv']} | {row['share']:.0%} | {arm}",
+         *(" / ".join(f"{found[kind][figure]:.2f}" for figure in MEASURES) for kind in ("ttft", "e2e")),
+         f"{found['tpot']['p50']:.2f}", f"{found['tokens_per_s']:.2f}"]
+        for row in result["rows"]
+        for arm, others in row["over"].items()
+        if (found := others.get(DEFAULT)) is not None and arm != DEFAULT
+    )  # fmt: skip
     return titled(
-        f"Orders of the queue, on servers with KV {SERVED[result['rows'][0]['kv']]}",
+        "Orders of the queue, on servers",
         "{conversations} conversations a round by Poisson, {turns} turns of a random 125 M-shape model (bf16): first "
-        "prompts of {first_tokens} tokens, then {more_tokens} more {think_s:g} s after each answer of {answer_tokens}; "
-        "these are means of log-normal lengths (sigma 1). Rates are shares of the turns a second that `fcfs` works off "
-        "when all come at once. {seeds} seeds, which all servers play in turn. Times in ms.".format(
+        "prompts of {first_tokens} tokens, then {more_tokens} more after each answer of {answer_tokens} and a pause of "
+        "{pause:.0%} of the time in which conversations begin; these are means of log-normal lengths (sigma 1). Rates "
+        "are shares of the turns a second that `fcfs` works off when all come at once. {seeds} seeds, which all "
+        "servers play in turn. Times in ms.".format(
             **result["workload"], seeds=result["seeds"]
         ),
         table("KV | rate | order | TTFT mean / p50 / p95 | first turns | returning turns | E2E | longest TTFT | "
               "TPOT p50 | tokens/s", rows),
+        table(f"KV | rate | `{DEFAULT}` over | TTFT mean / p50 / p95 | E2E | TPOT p50 | tokens/s", over),
         held(result),
         machine,
     )  # fmt: skip
@@ -134,7 +143,5 @@ def sections(load: Callable[[str], Result], machine: Callable[[Result], str], do
     simulated = load("scheduling_simulated")
     draw(drawn(simulated["rows"]), docs / "classes.png")
     lines = simulated_section(simulated, machine(simulated))
-    for name in SERVED_RESULTS:
-        served = load(name)
-        lines += served_section(served, machine(served))
-    return lines
+    served = load("scheduling_served")
+    return lines + served_section(served, machine(served))

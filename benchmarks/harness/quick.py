@@ -38,6 +38,7 @@ STANDING = (
     "speed.planning_cost",
     "scheduling.tenants",
     "scheduling.simulated",
+    "scheduling.served",
     "fidelity.soak",
 )
 WITH_DATA = ("fidelity.equality",)

@@ -5,9 +5,10 @@
     python -m benchmarks.scheduling.served --arms due fcfs --other ../before/.venv/bin/reprise car-hidden
 
 A random 125 M-shape model in bf16. Conversations begin by a Poisson process, by default with 1,000 tokens; each later
-turn brings 100 more, 4 s after the answer before it; answers have 32. These are means: lengths are log-normal
-(sigma 1). KV is kept in HBM, or on disk by servers whose HBM holds a fourth of it. Rates are shares of the turns a
-second that `fcfs` works off when all conversations come at once.
+turn brings 100 more; answers have 32. These are means: lengths are log-normal (sigma 1). KV is kept in HBM, or on disk
+by servers whose HBM holds a fourth of it. Rates are shares of the turns a second that `fcfs` works off when all
+conversations come at once. The pause before a later turn is a 25th of the time in which a round's conversations begin,
+so that the load does not depend on the machine's speed.
 
 An arm is an order of the queue; `--other` adds an order that only another checkout's program has. In a round every
 server gets the same conversations, one server after the other, in an order that moves on with every round; the others
@@ -71,6 +72,7 @@ SHOWN = {
     "itl": ("p99",),
 }
 HBM_SHARE = 4  # KV on disk: HBM holds one part of so many
+PAUSE = 0.04  # before a later turn, in times of the span in which a round's conversations begin
 TIMEOUT_S = 300.0
 
 
@@ -190,8 +192,8 @@ def show(console: Console, result: dict[str, Any]) -> None:
 def measure(run: Run) -> dict[str, Any]:
     """Raises ServerFailed and RuntimeError."""
     arguments, model = run.arguments, str(run.random_model())
-    asked = ("conversations", "turns", "think_s", "first_tokens")
-    workload = Poisson(**{name: getattr(arguments, name) for name in asked})
+    asked = ("conversations", "turns", "first_tokens")
+    workload = Poisson(think_s=0.0, **{name: getattr(arguments, name) for name in asked})
     seeds = range(1, arguments.seeds + 1)
     programs = {arguments.other[1]: Path(arguments.other[0]).absolute()} if arguments.other else {}
     arms = [*arguments.arms, *programs]
@@ -201,7 +203,7 @@ def measure(run: Run) -> dict[str, Any]:
         held = verdicts(rows, len(seeds))
         return {
             "held": held,
-            "workload": asdict(workload) | {"lengths": "lognormal"},
+            "workload": asdict(workload) | {"lengths": "lognormal", "pause": PAUSE},
             "seeds": len(seeds),
             "rows": rows,
         }
@@ -220,13 +222,15 @@ def measure(run: Run) -> dict[str, Any]:
                 carried = arguments.carried or carries(servers["fcfs" if "fcfs" in servers else DEFAULT], workload)
                 played: list[Round] = []
                 counted: dict[str, Counter[str]] = {arm: Counter() for arm in servers}
-                loaded = replace(workload, rate=share * carried / workload.turns)
+                rate = share * carried / workload.turns
+                loaded = replace(workload, rate=rate, think_s=PAUSE * workload.conversations / rate)
                 for seed, order in run.rounds(arms, seeds, f"KV in {kv}, {share:.0%}, seed"):
                     for arm in order:
                         before = counts(servers[arm])
                         played.append(round_of(arm, seed, play(servers[arm], loaded.arrivals(seed), seed)))
                         counted[arm] += counts(servers[arm]) - before
-                row = {"kv": kv, "share": share, "carried": rounded(carried, 3), "rate": rounded(loaded.rate, 4)}
+                row = {"kv": kv, "share": share, "carried": rounded(carried, 3), "rate": rounded(rate, 4),
+                       "think_s": rounded(loaded.think_s)}  # fmt: skip
                 rows.append({**row, **summarize(played), "counts": counted})
                 run.keep(result())
     return result()
@@ -247,7 +251,6 @@ def options(parser: ArgumentParser) -> None:
     parser.add_argument("--turns", type=int, default=usual.turns, help="of a conversation")
     parser.add_argument("--conversations", type=int, default=usual.conversations, help="in a round")
     parser.add_argument("--first-tokens", type=int, default=usual.first_tokens, help="mean length of first messages")
-    parser.add_argument("--think-s", type=float, default=usual.think_s)
     parser.add_argument(
         "--other",
         nargs=2,
@@ -264,7 +267,7 @@ EXPERIMENT = Experiment(
     name="scheduling_served", about=__doc__, measure=measure, show=show, options=options, arms=POLICIES,
     takes_model=True,
     quick=Quick(
-        options={"seeds": 1, "conversations": 6, "think_s": 1.0, "kv": ["hbm"], "shares": [1.0],
+        options={"seeds": 1, "conversations": 6, "kv": ["hbm"], "shares": [1.0],
                  "arms": [DEFAULT, "fcfs"]},
         figures=[
             Figure("TTFT p50, x fcfs", over_fcfs("ttft"), 1.3),

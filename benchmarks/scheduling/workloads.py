@@ -70,7 +70,7 @@ def varied(conversations: Sequence[Conversation], lengths: Lengths, seed: str, m
 class Poisson:
     """Conversations that begin by a Poisson process."""
 
-    conversations: int = 16
+    conversations: int = 32
     rate: float = 0.5  # conversations that begin in a second
     turns: int = 4
     first_tokens: int = 1000

@@ -214,7 +214,7 @@ def measure(run: Run) -> dict[str, Any]:
 
 
 def options(parser: ArgumentParser) -> None:
-    parser.add_argument("--histories", type=int, nargs="+", default=[500, 2000, 6000], help="tokens")
+    parser.add_argument("--histories", type=int, nargs="+", default=[500, 1500, 3000], help="tokens")
     parser.add_argument("--disk-gbps", type=float, default=0.05)
     parser.add_argument("--think-s", type=float, default=3.0)
 
