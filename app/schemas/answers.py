@@ -376,6 +376,7 @@ class Model(_Answer):
     max_model_len: int
     default_sampling: DefaultSampling
     capabilities: dict[str, bool | str]
+    template: dict[str, str]
 
 
 class ModelList(_Answer):
