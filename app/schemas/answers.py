@@ -141,6 +141,7 @@ class AssistantMessage(_Answer):
     content: str | None
     refusal: None
     reasoning_content: str | None = None
+    reasoning: str | None = None
     tool_calls: list[AnsweredCall] | None = None
 
 
@@ -186,6 +187,7 @@ class ChatDelta(_Answer):
     role: Literal["assistant"] | None = None
     content: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
     tool_calls: list[ToolCallDelta] | None = None
 
 
