@@ -13,6 +13,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from reprise.app.api import openapi
 from reprise.app.api.responses.response_service import Responses, Store
+from reprise.app.api.thought_seal import ThoughtSeal
 from reprise.app.conversations.redis_store import RedisStore
 from reprise.app.conversations.response_store import ResponseStore
 from reprise.app.conversations.text_thread import TextThread
@@ -65,6 +66,7 @@ class Parts:
     quotas: Quotas
     service: TurnService
     responses: Responses
+    thought_seal: ThoughtSeal
     metrics: Metrics
     live: Live
     losses: LossLog
@@ -136,6 +138,7 @@ def compose(settings: Settings, engine: EnginePort | None) -> Parts:
         quotas=quotas,
         observer=Observers(observers),
     )
+    thought_seal = ThoughtSeal(secret)
     return Parts(
         settings=settings,
         engine=engine,
@@ -147,7 +150,8 @@ def compose(settings: Settings, engine: EnginePort | None) -> Parts:
         sessions=sessions,
         quotas=quotas,
         service=service,
-        responses=Responses(service, store, hooks),
+        responses=Responses(service, store, hooks, thought_seal),
+        thought_seal=thought_seal,
         metrics=metrics,
         live=live,
         losses=LossLog(),

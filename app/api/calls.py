@@ -1,10 +1,11 @@
 """Helpers that all endpoints share: the caller, the parsed body, the admin check, the streamed answer."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 from fastapi import Request
 
+from reprise.app.api.thought_seal import ThoughtSeal
 from reprise.app.errors import ApiError
 from reprise.app.http.body import RequestModel, parse_data, plain_name, read_body, warning_header
 from reprise.app.http.event_stream import EventStream
@@ -50,6 +51,11 @@ def hooks_of(request: Request) -> ServerHooks:
     return hooks
 
 
+def seal_of(request: Request) -> ThoughtSeal:
+    seal: ThoughtSeal = request.app.state.thought_seal
+    return seal
+
+
 def require_admin(request: Request) -> None:
     """Guard an endpoint that shows every tenant's data. Raises ApiError 403 where keys are configured and this one is
     no admin key."""
@@ -81,11 +87,19 @@ async def body_of(request: Request, model: type[T]) -> tuple[T, dict[str, str]]:
     max_bytes = limits.body_bytes + arrival.added_bytes
     data = await read_body(request, max_bytes=max_bytes)
     body, lost = parse_data(arrival.open_body(data), model)
-    if lost:
+    request.state.lost = []
+    return body, note_losses(request, lost)
+
+
+def note_losses(request: Request, names: Sequence[str]) -> dict[str, str]:
+    """Log what of a request has no effect. Returns the header that tells the client, also of what was noted before."""
+    lost: list[str] = request.state.lost
+    lost += [name for name in names if name not in lost]
+    if names:
         losses: LossLog = request.app.state.losses
         client = request.headers.get("user-agent", "").partition("/")[0]
-        losses.note(plain_name(client), [plain_name(name) for name in lost])
-    return body, warning_header(lost)
+        losses.note(plain_name(client), [plain_name(name) for name in names])
+    return warning_header(lost)
 
 
 def caller_of(request: Request, place: int = 0) -> Caller:

@@ -38,6 +38,18 @@ PROBE_TIMEOUT_S = 120.0  # the first import of torch from a cold disk takes long
 DISK_TRIAL_BYTES = 16 * MIB
 SLOW_DISK_BYTES_PER_S = 50e6
 
+# What a chat template may not take, by its name in /v1/models.
+_MESSAGES = {
+    "system": "a system message",
+    "systems": "a second system message",
+    "later_system": "a system message after others",
+    "user_after_user": "a user's message after another",
+    "answer_after_answer": "an answer after another",
+    "user_after_result": "a user's message after a result",
+    "calls": "calls in a history",
+    "results": "results of calls",
+    "text": "content that is no list of parts",
+}
 # Runs in a separate Python that prints JSON, so that neither a crash of a library nor its memory affects this process.
 PROBE = """
 import importlib, json, platform
@@ -280,17 +292,37 @@ def look_at_model(settings: Settings) -> Iterator[Finding]:
         name = "the bundled demonstration" if directory == BUNDLED else directory.name
         advice = "" if settings.model.source or is_there(SMOLLM2) else HOW_TO_GET_A_MODEL
         yield Finding("model", Level.OK, f"{name}, {size / GIB:.2f} GiB", advice)
-        yield _calls(settings, directory)
+        yield from _template(settings, directory)
 
 
-def _calls(settings: Settings, directory: Path) -> Finding:
-    """Report how the model writes calls and thoughts, as far as its chat template shows it."""
+def _template(settings: Settings, directory: Path) -> Iterator[Finding]:
+    """Report what the model's chat template shows: how the model writes calls and thoughts, and which messages it
+    takes."""
     try:
         tokenizer = ChatTokenizer.load(directory, calls=settings.model.calls, thoughts=settings.model.thoughts)
     except TokenizerError as error:
-        return Finding("calls", Level.FAIL, str(error), "repair the model's directory")
+        yield Finding("calls", Level.FAIL, str(error), "repair the model's directory")
+        return
     if not tokenizer.has_chat_template:
-        return Finding("calls", Level.NOTE, "the model has no chat template", "it completes text, and takes no chats")
+        yield Finding("calls", Level.NOTE, "the model has no chat template", "it completes text, and takes no chats")
+        return
+    yield _calls(tokenizer)
+    problems = list(_problems(tokenizer.form.found.described))
+    if problems:
+        yield Finding("template", Level.NOTE, f"{'; '.join(problems)}: the server joins or rewrites these")
+    else:
+        yield Finding("template", Level.OK, "takes messages in any order")
+
+
+def _problems(outcomes: dict[str, str]) -> Iterator[str]:
+    """Yield what a template does with the messages that it does not take as they come."""
+    for outcome, verb in (("refused", "refuses"), ("lost", "leaves out"), ("moved", "moves")):
+        if what := [said for name, said in _MESSAGES.items() if outcomes[name] == outcome]:
+            yield f"{verb} {', '.join(what)}"
+
+
+def _calls(tokenizer: ChatTokenizer) -> Finding:
+    """Report how the model writes calls and thoughts."""
     described = tokenizer.form.described
     found = f"as {described['calls']}, thoughts as {described['thoughts']}"
     if described["tools_in"] == "server":

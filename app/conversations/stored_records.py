@@ -28,6 +28,7 @@ class _Message(msgspec.Struct, tag_field="type", tag="message"):
 class _Reasoning(msgspec.Struct, tag_field="type", tag="reasoning"):
     id: str
     content: list[_Part]
+    summary: list[_Part] = []
 
 
 class _Call(msgspec.Struct, tag_field="type", tag="function_call"):

@@ -141,6 +141,7 @@ class AssistantMessage(_Answer):
     content: str | None
     refusal: None
     reasoning_content: str | None = None
+    reasoning: str | None = None
     tool_calls: list[AnsweredCall] | None = None
 
 
@@ -186,6 +187,7 @@ class ChatDelta(_Answer):
     role: Literal["assistant"] | None = None
     content: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
     tool_calls: list[ToolCallDelta] | None = None
 
 
@@ -376,6 +378,7 @@ class Model(_Answer):
     max_model_len: int
     default_sampling: DefaultSampling
     capabilities: dict[str, bool | str]
+    template: dict[str, str]
 
 
 class ModelList(_Answer):

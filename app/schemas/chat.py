@@ -16,9 +16,11 @@ from pydantic_core import PydanticCustomError
 
 from reprise.app.schemas.fields import (
     ELSEWHERE,
+    Effort,
     GenerationRequest,
     Part,
     TextPart,
+    Thinking,
     is_finite,
     joined_text,
     unsupported,
@@ -106,7 +108,7 @@ class Message(Part):
         }
         if self.name is not None:
             rendered["name"] = self.name
-        if self.reasoning_content is not None:
+        if self.reasoning_content:
             rendered["reasoning_content"] = self.reasoning_content
         if self.tool_calls:
             rendered["tool_calls"] = [call.as_rendered() for call in self.tool_calls]
@@ -182,8 +184,13 @@ class ChatCompletionRequest(GenerationRequest):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     chat_template_kwargs: TemplateArgs | None = Field(None, description="arguments of the model's chat template")
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = Field(
-        None, description="an argument of the model's chat template"
+    reasoning_effort: Effort | None = Field(
+        None,
+        description="how much to think: `none` turns thinking off, as does `minimal` where the model's template knows "
+        "on and off alone; other values are given to a template that reads them; `chat_template_kwargs` wins",
+    )
+    thinking: Thinking | None = Field(
+        None, description="`type`: `enabled` or `disabled` turns thinking on or off where the template can"
     )
     tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: ToolChoice | None = None
@@ -269,6 +276,11 @@ class ChatCompletionRequest(GenerationRequest):
     def answer_tokens(self) -> int | None:
         """The longest answer requested; the newer field takes precedence."""
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+
+    @property
+    def thinks(self) -> bool | None:
+        """Whether the model is to think; None if `thinking` does not say."""
+        return None if self.thinking is None else self.thinking.is_on
 
     @property
     def custom_names(self) -> frozenset[str]:

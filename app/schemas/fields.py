@@ -19,6 +19,9 @@ SESSION_ID = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9._:\-]{1,128}")
 SESSION_ID_RULE = "1 to 128 letters, digits, '.', '_', ':' or '-', and neither '.' nor '..'"
 ELSEWHERE = frozenset({"thread", "previous_interaction_id", "previous_message_id", "container"})
 """Fields that name a conversation or a place that another server keeps. A request without it would lose its context."""
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+"""The words for how much a model is to think, from the least to the most."""
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 MAX_SCHEMA_BYTES = 65_536
 MAX_SCHEMA_DEPTH = 32
 
@@ -140,6 +143,26 @@ class Part(BaseModel):
         hints that change no answer (`verbosity` ...). Null values are not reported."""
         known = cls.model_fields.keys() | cls.refused
         return [name for name, value in body.items() if value is not None and name not in known]
+
+
+def _thinking(value: object) -> object:
+    """Convert true and false, and a type alone."""
+    if isinstance(value, bool):
+        return {"type": "enabled" if value else "disabled"}
+    return {"type": value} if isinstance(value, str) else value
+
+
+class ThinkingOptions(Part):
+    """The value of `thinking`. A budget has no effect, and a type such as "adaptive" leaves it to the model."""
+
+    type: str = Field("", max_length=64)
+
+    @property
+    def is_on(self) -> bool | None:
+        return {"enabled": True, "disabled": False}.get(self.type)
+
+
+Thinking = Annotated[ThinkingOptions, BeforeValidator(_thinking, json_schema_input_type=bool | str | ThinkingOptions)]
 
 
 class StreamOptions(Part):

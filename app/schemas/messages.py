@@ -10,9 +10,11 @@ from reprise.app.schemas.fields import (
     ELSEWHERE,
     MAX_TIMEOUT_S,
     MAX_TTFT_MS,
+    Effort,
     JsonSchema,
     Part,
     SessionId,
+    Thinking,
     unsupported,
 )
 from reprise.app.schemas.offered import settled_tools
@@ -33,10 +35,11 @@ class TextBlock(Part):
 class ThinkingBlock(Part):
     type: Literal["thinking"]
     thinking: str
+    signature: str | None = None
 
 
 class RedactedThinkingBlock(Part):
-    """A thought encrypted by another server, which cannot be read here."""
+    """A thought that the client has not read: only the server that sealed it can open it."""
 
     type: Literal["redacted_thinking"]
     data: str
@@ -137,6 +140,7 @@ class OutputFormat(Part):
 
 class OutputConfig(Part):
     format: OutputFormat | None = None
+    effort: Effort | None = None
 
 
 class CountTokensRequest(Part):
@@ -150,7 +154,12 @@ class CountTokensRequest(Part):
     system: TextBlocks | None = None
     tools: list[ToolParam] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: ToolChoiceParam | None = None
-    output_config: OutputConfig | None = Field(None, description="`format`: a JSON schema of the answer")
+    thinking: Thinking | None = Field(
+        None, description="`type`: `enabled` or `disabled` turns thinking on or off where the template can"
+    )
+    output_config: OutputConfig | None = Field(
+        None, description="`format`: a JSON schema of the answer; `effort`: as a chat's `reasoning_effort`"
+    )
     output_format: OutputFormat | None = Field(None, description="the older name of `output_config.format`")
     # Reprise's own fields, as in a chat.
     session_id: SessionId | None = None

@@ -11,6 +11,7 @@ from reprise.app.schemas.fields import (
     MAX_TIMEOUT_S,
     MAX_TTFT_MS,
     CacheOptions,
+    Effort,
     JsonSchema,
     Metadata,
     Part,
@@ -106,10 +107,14 @@ class ReasoningItem(Part):
     id: ItemId | None = None
     content: Text | None = None
     summary: Text | None = None
+    encrypted_content: str | None = None
 
     def as_stored(self) -> dict[str, Any]:
+        """Return the thought in plain text. This server's summaries are the thought itself, and stand for it where they
+        are all that came back."""
         content = [{"type": "reasoning_text", "text": self.content}] if self.content else []
-        return {"type": "reasoning", "summary": [], "content": content}
+        summary = [{"type": "summary_text", "text": self.summary}] if self.summary and not content else []
+        return {"type": "reasoning", "summary": summary, "content": content}
 
 
 class ReferenceItem(Part):
@@ -239,7 +244,7 @@ class TextOptions(Part):
 
 
 class ReasoningOptions(Part):
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    effort: Effort | None = None
     summary: Literal["auto", "concise", "detailed", "none"] | None = None
 
 
@@ -295,6 +300,15 @@ class ResponseRequest(Part):
     priority: int | None = Field(None, ge=-100, le=100)
     ttft_ms: float | None = Field(None, gt=0, le=MAX_TTFT_MS)
     chat_template_kwargs: TemplateArgs | None = None
+
+    @property
+    def wants_sealed_thoughts(self) -> bool:
+        return "reasoning.encrypted_content" in (self.include or ())
+
+    @property
+    def wants_summary(self) -> bool:
+        """Whether the client wants to see a thought as a summary."""
+        return self.reasoning is not None and self.reasoning.summary not in (None, "none")
 
     @model_validator(mode="after")
     def _check_together(self) -> "ResponseRequest":

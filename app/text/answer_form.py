@@ -10,13 +10,20 @@ from typing import Any
 from reprise.app.schemas.tools import rendered_call
 from reprise.app.text.answer_parser import AnswerParser
 from reprise.app.text.answer_parts import SHORT_ID_CHARS, AnswerWriter, Call, Wanted
-from reprise.app.text.families.detect import NONE, Found, Render, as_system_tools, find
+from reprise.app.text.families.detect import (
+    NONE,
+    Found,
+    as_system_tools,
+    as_users_result,
+    find,
+)
 from reprise.app.text.families.harmony import HarmonyParser
 from reprise.app.text.families.table import OWN
 from reprise.app.text.families.thoughts import THOUGHTS
+from reprise.app.text.message_order import Ordered, ordered
+from reprise.app.text.probe import Message, Render
 
-Message = dict[str, Any]
-
+_THOUGHT = "reasoning_content"  # the field of an answer's thought in a request
 _SYSTEM = """# Tools
 
 You may call one or more functions. Their signatures are within <tools></tools>:
@@ -79,9 +86,22 @@ class AnswerForm:
         place = "system message" if found.tools_in_system else "template" if found.knows_tools else "server"
         return {"calls": found.calls.name, "thoughts": names[0] if names else NONE, "tools_in": place}
 
+    @property
+    def takes_parts(self) -> bool:
+        """Whether the template takes content only as a list of parts."""
+        return self.found.traits.takes_parts_alone
+
+    def template_args(self, *, thinks: bool | None, effort: str | None) -> dict[str, Any]:
+        """Return the arguments of the template that say whether and how much to think (`ThinkingSwitch.args`)."""
+        return self.found.switch.args(thinks=thinks, effort=effort)
+
+    def ordered(self, messages: list[Message], tools: list[dict[str, Any]] | None) -> Ordered:
+        """Return the messages of `prompt` in an order that the template takes, beside the tools of `prompt`."""
+        return ordered(messages, self.found.traits_with_tools if tools else self.found.traits)
+
     def prompt(self, messages: list[Message], tools: list[dict[str, Any]] | None) -> tuple[list[Message], Any]:
-        """Return (messages, tools) for the template. Where it does not render tools, the system message brings or
-        describes them, and the returned tools are None; it is put first if there is none."""
+        """Return (messages, tools), each in the form that the template takes. Where it does not render tools, the
+        system message brings or describes them, and the returned tools are None; it is put first if there is none."""
         messages = self._as_taken(messages)
         if self.found.knows_tools and not self.found.tools_in_system:
             return messages, tools
@@ -106,26 +126,32 @@ class AnswerForm:
         return {**system, "content": f"{system['content']}\n\n{text}"}
 
     def _as_taken(self, messages: list[Message]) -> list[Message]:
-        """Return the messages in the form in which the template takes calls and their results."""
+        """Return the messages in the form in which the template takes calls, their results and thoughts."""
         found = self.found
-        if found.knows_tools and found.shows_calls and found.takes_objects and not found.short_ids:
-            return messages
-        if not any("tool_calls" in message or message["role"] == "tool" for message in messages):
-            return messages
-        return [self._taken(message) for message in messages]
+        takes_calls = found.shows_calls and found.shows_results and found.takes_objects and not found.short_ids
+        takes_thoughts = found.thought_field in ("", _THOUGHT) and found.thinks_beside_text
+
+        def is_taken(message: Message) -> bool:
+            is_of_call = "tool_calls" in message or message["role"] == "tool"
+            return (takes_calls or not is_of_call) and (takes_thoughts or _THOUGHT not in message)
+
+        return messages if all(map(is_taken, messages)) else [self._taken(message) for message in messages]
 
     def _taken(self, message: Message) -> Message:
         found = self.found
         calls = message.get("tool_calls")
-        if not found.knows_tools and message["role"] == "tool":
-            return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
-        if calls and not (found.knows_tools and found.shows_calls):
-            return self._as_text(message)
+        if message["role"] == "tool" and not found.shows_results:
+            return as_users_result(message)
+        if calls and not found.shows_calls:
+            message, calls = self._as_text(message), None
         changed = dict(message)
         if found.short_ids and "tool_call_id" in message:
             changed["tool_call_id"] = _short_id(message["tool_call_id"])
         if calls:
             changed["tool_calls"] = [self._call_taken(call) for call in calls]
+        thought = changed.pop(_THOUGHT, None)
+        if thought and (found.thinks_beside_text or not (calls and message["content"])):
+            changed[found.thought_field or _THOUGHT] = thought
         return changed
 
     def _call_taken(self, call: dict[str, Any]) -> dict[str, Any]:
@@ -164,7 +190,7 @@ class AnswerForm:
         it back."""
         message: Message = {"role": "assistant", "content": content}
         if reasoning:
-            message["reasoning_content"] = reasoning
+            message[_THOUGHT] = reasoning
         if rendered := [rendered_call(call.id, call.name, call.arguments) for call in calls]:
             message["tool_calls"] = rendered
         return self._as_taken([message])[0]

@@ -17,6 +17,7 @@ from tokenizers import AddedToken, Encoding, Tokenizer
 from reprise.app.text.answer_form import AnswerForm
 from reprise.app.text.detokenizer import BYTE_TOKEN, ByteDetokenizer, Detokenizer, WindowDetokenizer
 from reprise.app.text.families.detect import AUTO
+from reprise.app.text.probe import as_parts
 from reprise.app.text.template import ChatTemplate, TemplateError
 
 # Inserted into special tokens inside messages so that they are encoded as plain text: only the template may open and
@@ -143,8 +144,10 @@ class ChatTokenizer:
         """Render messages with the chat template. Raises TemplateError, also if the model has no template."""
         if self._template is None:
             raise TemplateError("This model has no chat template.")
+        if not self._has_no_special(messages):
+            messages = [self._shielded(message) for message in messages]
         return self._template.render(
-            messages if self._has_no_special(messages) else [self._shielded(message) for message in messages],
+            [as_parts(message) for message in messages] if self.form.takes_parts else messages,
             tools=None if tools is None else [self._shielded(tool) for tool in tools],
             template_args=template_args,
             add_generation_prompt=add_generation_prompt,

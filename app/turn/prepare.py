@@ -137,7 +137,10 @@ async def prepare_chat(
         grammar, grammar_param = await grammar_of(request, form), param_of(request)
     kept = request.messages[:-1] if request.continue_final_message else request.messages
     tools = [tool.as_rendered() for tool in request.tools] if request.tools else None
-    messages, shown_tools = form.prompt([message.as_rendered() for message in kept], tools)
+    shown, shown_tools = form.prompt([message.as_rendered() for message in kept], tools)
+    added = len(shown) - len(kept)  # a system message of ours, with the tools
+    in_order = form.ordered(shown, shown_tools)
+    messages, places = in_order.messages, in_order.places
     with _refusing(limits, model.max_context):
         prompt = await transcripts.prepare(
             tokenizer=tokenizer,
@@ -146,7 +149,10 @@ async def prepare_chat(
             model=model.fingerprint,
             messages=messages,
             tools=shown_tools,
-            template_args=_template_args(request),
+            template_args={
+                **form.template_args(thinks=request.thinks, effort=request.reasoning_effort),
+                **(request.chat_template_kwargs or {}),
+            },
             session_id=session_id,
             now=time.time(),
             client_shift=cache.client_shift if request.client_shift is None else request.client_shift,
@@ -173,7 +179,6 @@ async def prepare_chat(
     # More than the window is no answer; nor is what is so long that tokenizing it would cost more than it could save.
     expected = expected[: model.max_context * _PREDICTED_CHARS]
     prediction = await asyncio.to_thread(tokenizer.encode_plain, expected, follows=True) if expected else []
-    added = len(messages) - len(kept)  # a system message of ours, with the tools
     cut = prompt.shift
     return Prepared(
         request=request,
@@ -185,9 +190,9 @@ async def prepare_chat(
         param="messages",
         grammar=grammar,
         grammar_param=grammar_param,
-        keep_first_tokens=_keep_first_tokens(request, messages, prompt, cache.keep_first_tokens),
+        keep_first_tokens=_keep_first_tokens(request, prompt, _num_system(shown, places), cache.keep_first_tokens),
         message_starts=tuple(dict.fromkeys(prompt.starts[: len(messages)])),  # one may have no token
-        important=important_ranges(request, prompt.starts[added:]),
+        important=_important_ranges(request, prompt.starts, places[added:]),
         shift=None if cut is None else Shift(stream=cut.stream + prefix_ids, keep=cut.keep, resume=cut.resume),
         prediction=prediction[: model.max_context],
     )
@@ -204,11 +209,6 @@ def _refusing(limits: TokenLimits, max_context: int) -> Iterator[None]:
         raise limits.too_long(None) from None
     except TemplateError as error:
         raise invalid(str(error)[:500], "messages") from None
-
-
-def _template_args(request: ChatCompletionRequest) -> dict[str, Any]:
-    args = request.chat_template_kwargs or {}
-    return args if request.reasoning_effort is None else {"reasoning_effort": request.reasoning_effort, **args}
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,24 +265,33 @@ def session_id_of(request: GenerationRequest, header: str | None) -> str | None:
     return f"key_{hashlib.sha256(key.encode()).hexdigest()[:32]}"  # free text; the id goes into a header
 
 
-def important_ranges(request: ChatCompletionRequest, starts: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """Return the token ranges of messages marked as important. starts: the index of each message's first token, and one
-    more entry for the end."""
-    marked = (
-        n for n, message in enumerate(request.messages) if message.x_cache is not None and message.x_cache.important
+def _important_ranges(
+    request: ChatCompletionRequest, starts: tuple[int, ...], places: Sequence[int]
+) -> tuple[tuple[int, int], ...]:
+    """Return the token ranges of messages marked as important. starts: the index of the first token of each message of
+    the prompt, and one more entry for the end. places: for each message of the request, the one of the prompt that
+    holds it."""
+    marked = dict.fromkeys(
+        place
+        for message, place in zip(request.messages, places, strict=False)  # the beginning of an answer has no place
+        if message.x_cache is not None and message.x_cache.important
     )
     return tuple((starts[n], starts[n + 1]) for n in marked if n + 1 < len(starts) and starts[n] < starts[n + 1])
 
 
-def _keep_first_tokens(
-    request: ChatCompletionRequest, messages: list[dict[str, Any]], prompt: PreparedPrompt, default: int
-) -> int:
+def _num_system(messages: list[dict[str, Any]], places: Sequence[int]) -> int:
+    """Return how many messages of the prompt hold the leading system messages. messages, places: the request's, and for
+    each the one of the prompt that holds it."""
+    num_leading = next((n for n, message in enumerate(messages) if message["role"] != "system"), len(messages))
+    return places[num_leading - 1] + 1 if num_leading else 0
+
+
+def _keep_first_tokens(request: ChatCompletionRequest, prompt: PreparedPrompt, num_system: int, default: int) -> int:
     """Return how many leading tokens a truncation keeps: the number that the request gives, otherwise `default`. A
-    negative number means the system prompt."""
+    negative number means the system prompt, which is in the first `num_system` messages."""
     wanted = default if request.keep_first_tokens is None else request.keep_first_tokens
     if wanted < 0:
-        first = next((n for n, message in enumerate(messages) if message["role"] != "system"), len(messages))
-        wanted = prompt.starts[first] if 0 < first < len(prompt.starts) else 0
+        wanted = prompt.starts[num_system] if 0 < num_system < len(prompt.starts) else 0
     return wanted
 
 

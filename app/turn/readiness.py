@@ -105,6 +105,12 @@ class Readiness:
         assert self._tokenizer is not None
         return self._tokenizer.form
 
+    @property
+    def template_outcomes(self) -> dict[str, str]:
+        """The outcome of each kind of message in the chat template; empty for a model without one."""
+        assert self._tokenizer is not None
+        return self._tokenizer.form.found.described if self._tokenizer.has_chat_template else {}
+
     def require_engine(self) -> None:
         """Raise ApiError unless the engine can be asked about sessions. Unlike `require` it also passes while the
         server joins its fleet and does not take turns yet."""

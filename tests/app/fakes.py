@@ -40,8 +40,17 @@ CORPUS = ["The quick brown fox jumps over the lazy dog.", "Hello there, how are 
 WINDOW = 256
 
 
-def write_tokenizer(directory: Path) -> Path:
-    """A byte-level BPE with ChatML, as a model directory has it."""
+# One that shows thoughts, and can be told not to open one.
+THINKING_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{% if message.reasoning_content %}<think>\n"
+    "{{ message.reasoning_content }}\n</think>\n\n{% endif %}{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+
+
+def write_tokenizer(directory: Path, *, template: str = TEMPLATE) -> Path:
+    """A byte-level BPE with ChatML, or another template, as a model directory has it."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -54,7 +63,7 @@ def write_tokenizer(directory: Path) -> Path:
     tokenizer.train_from_iterator(CORPUS, trainer)
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(directory / "tokenizer.json"))
-    config = {"chat_template": TEMPLATE, "eos_token": "<|im_end|>"}
+    config = {"chat_template": template, "eos_token": "<|im_end|>"}
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
     return directory
 

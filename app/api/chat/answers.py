@@ -33,11 +33,16 @@ def completion(
 def _message(choice: Answer, custom: Container[str]) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": choice.content, "refusal": None}
     if choice.reasoning:
-        message["reasoning_content"] = choice.reasoning
+        message |= _thought(choice.reasoning)
     if choice.calls:
         message["content"] = choice.content or None
         message["tool_calls"] = [_call(call, custom) for call in choice.calls]
     return message
+
+
+def _thought(text: str) -> dict[str, Any]:
+    """Return a thought under both of the names by which clients look for it."""
+    return {"reasoning_content": text, "reasoning": text}
 
 
 def _call(call: Call, custom: Container[str]) -> dict[str, Any]:
@@ -93,7 +98,7 @@ class Chunks:
     def _said(self, choice: int, parts: AnswerParts, *, is_last: bool) -> dict[str, Any]:
         delta: dict[str, Any] = {}
         if parts.reasoning:
-            delta["reasoning_content"] = parts.reasoning
+            delta |= _thought(parts.reasoning)
         if parts.content:
             delta["content"] = parts.content
         calls: dict[int, dict[str, Any]] = {}  # one entry per call: clients take the first chunk's list as it is

@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 from reprise.app.api.chat.answers import cached_tokens, ours
+from reprise.app.api.thought_seal import ThoughtSeal
 from reprise.app.errors import ApiError
 from reprise.app.http.event_stream import event
 from reprise.app.turn.answer import Answer, Delta
@@ -12,12 +13,13 @@ from reprise.app.turn.generation import Generation
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
-def message(generation: Generation) -> dict[str, Any]:
+def message(generation: Generation, seal: ThoughtSeal) -> dict[str, Any]:
     """Return the plain answer of a finished generation."""
     (choice,) = generation.choices
     content: list[dict[str, Any]] = []
     if choice.reasoning:
-        content.append({"type": "thinking", "thinking": choice.reasoning, "signature": ""})
+        signature = seal.seal(choice.reasoning)
+        content.append({"type": "thinking", "thinking": choice.reasoning, "signature": signature})
     if choice.content:
         content.append({"type": "text", "text": choice.content})
     content += [
@@ -38,8 +40,10 @@ class MessageFrames:
 
     ping = b'event: ping\ndata: {"type": "ping"}\n\n'
 
-    def __init__(self, generation: Generation) -> None:
+    def __init__(self, generation: Generation, seal: ThoughtSeal) -> None:
         self._generation = generation
+        self._seal = seal
+        self._thought = ""  # the text of an open thinking block
         self._kind: str | None = None  # kind of the open content block
         self._index = -1
 
@@ -52,6 +56,7 @@ class MessageFrames:
         if delta.parts.reasoning:
             data += self._open("thinking", {"type": "thinking", "thinking": "", "signature": ""})
             data += self._piece({"type": "thinking_delta", "thinking": delta.parts.reasoning})
+            self._thought += delta.parts.reasoning
         if delta.parts.content:
             data += self._open("text", {"type": "text", "text": ""})
             data += self._piece({"type": "text_delta", "text": delta.parts.content})
@@ -83,8 +88,12 @@ class MessageFrames:
     def _close(self) -> bytes:
         if self._kind is None:
             return b""
+        signed = b""
+        if self._kind == "thinking":
+            signed = self._piece({"type": "signature_delta", "signature": self._seal.seal(self._thought)})
+            self._thought = ""
         self._kind = None
-        return _event("content_block_stop", index=self._index)
+        return signed + _event("content_block_stop", index=self._index)
 
     def _piece(self, delta: dict[str, Any]) -> bytes:
         return _event("content_block_delta", index=self._index, delta=delta)

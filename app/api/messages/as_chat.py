@@ -5,30 +5,34 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from reprise.app.api.thought_seal import ThoughtSeal
 from reprise.app.errors import from_validation
 from reprise.app.schemas.chat import ChatCompletionRequest
 from reprise.app.schemas.messages import (
     CountTokensRequest,
     MessageParam,
     MessagesRequest,
+    RedactedThinkingBlock,
     TextBlock,
     ThinkingBlock,
     ToolResultBlock,
     ToolUseBlock,
 )
+from reprise.app.schemas.past.parts import Losses
 
 BILLING = "x-anthropic-billing-header:"
 _SAME = ("model", "session_id", "cache_salt", "kv_quality", "chat_template_kwargs")
 _SAME_OF_ANSWERS = ("stream", "temperature", "top_p", "top_k", "seed", "timeout", "ttft_ms", "max_tokens")
 
 
-def chat_request(request: CountTokensRequest) -> ChatCompletionRequest:
-    """Return the chat request that is equivalent. Raises ApiError if it is invalid."""
+def chat_request(request: CountTokensRequest, seal: ThoughtSeal, losses: Losses) -> ChatCompletionRequest:
+    """Return the chat request that is equivalent. losses: takes the names of thoughts that cannot be read. Raises
+    ApiError if it is invalid."""
     body: dict[str, Any] = {name: value for name in _SAME if (value := getattr(request, name)) is not None}
     system = _without_billing(request.system or [])
     messages = [{"role": "system", "content": _joined(system)}] if system else []
     for message in request.messages:
-        messages += _messages(message)
+        messages += _messages(message, seal, losses)
     body["messages"] = messages
     if request.messages[-1].role == "assistant":
         body["continue_final_message"] = True  # the client has begun the answer
@@ -47,6 +51,10 @@ def chat_request(request: CountTokensRequest) -> ChatCompletionRequest:
         body["parallel_tool_calls"] = not choice.disable_parallel_tool_use
     if (form := request.answer_format) is not None:
         body["response_format"] = {"type": "json_schema", "json_schema": {"name": "answer", "schema": form.schema_}}
+    if request.thinking is not None:
+        body["thinking"] = {"type": request.thinking.type}
+    if request.output_config is not None and request.output_config.effort is not None:
+        body["reasoning_effort"] = request.output_config.effort
     if isinstance(request, MessagesRequest):
         body |= {name: value for name in _SAME_OF_ANSWERS if (value := getattr(request, name)) is not None}
         body["stop"] = request.stop_sequences
@@ -70,13 +78,17 @@ def _without_billing(system: list[TextBlock]) -> list[TextBlock]:
     return kept
 
 
-def _messages(message: MessageParam) -> list[dict[str, Any]]:
+def _messages(message: MessageParam, seal: ThoughtSeal, losses: Losses) -> list[dict[str, Any]]:
     """Return one message as chat messages. Tool results become messages of their own, before the user's text."""
     texts = [block for block in message.content if isinstance(block, TextBlock)]
     if message.role == "assistant":
         said: dict[str, Any] = {"role": "assistant", "content": "".join(block.text for block in texts)}
-        thoughts = [block.thinking for block in message.content if isinstance(block, ThinkingBlock)]
-        if thoughts:
+        thoughts = [
+            _thought(block, seal, losses)
+            for block in message.content
+            if isinstance(block, ThinkingBlock | RedactedThinkingBlock)
+        ]
+        if any(thoughts):
             said["reasoning_content"] = "".join(thoughts)
         calls = [block for block in message.content if isinstance(block, ToolUseBlock)]
         if calls:
@@ -97,6 +109,17 @@ def _messages(message: MessageParam) -> list[dict[str, Any]]:
     if results and not texts:
         return results
     return [*results, {"role": message.role, "content": _joined(texts)}]
+
+
+def _thought(block: ThinkingBlock | RedactedThinkingBlock, seal: ThoughtSeal, losses: Losses) -> str:
+    """Return a thought: its text where the client sends it, whoever has signed it, otherwise what is sealed. What no
+    seal of ours holds is left out."""
+    if isinstance(block, ThinkingBlock) and (block.thinking or not block.signature):
+        return block.thinking
+    thought = seal.open(block.data if isinstance(block, RedactedThinkingBlock) else block.signature or "")
+    if thought is None:
+        losses.add("messages", block.type)
+    return thought or ""
 
 
 def _joined(blocks: list[TextBlock]) -> str:

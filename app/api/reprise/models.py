@@ -19,7 +19,8 @@ router = APIRouter()
 @router.get("/v1/models", **described("List the model and its aliases", answers.ModelList))
 async def list_models(request: Request) -> dict[str, Any]:
     """Return an entry for the model's name and each alias, with its default sampling, its capabilities and the results
-    of the checks at start. `exact` says whether answers were proven not to depend on which requests run together."""
+    of the checks at start. `exact` says whether answers were proven not to depend on which requests run together.
+    `template` says what its chat template does with messages that many templates do not expect."""
     readiness, settings = readiness_of(request), settings_of(request)
     model = readiness.require_loaded()
     names, stats = dict.fromkeys((model.name, *settings.model.aliases)), engine_of(request).stats
@@ -61,6 +62,7 @@ def _describe(
             "truncation": _truncation(settings, model),
             **readiness.form.described,
         },
+        "template": readiness.template_outcomes,
         "cache": {
             "fingerprint": model.fingerprint,
             "kv_bytes_per_token": model.kv_bytes_per_token,

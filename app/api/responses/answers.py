@@ -5,6 +5,7 @@ from typing import Any
 from reprise.app.api.chat.answers import cached_tokens, ours
 from reprise.app.api.custom_input import CustomInput
 from reprise.app.api.responses.as_chat import item_id, wants_logprobs
+from reprise.app.api.thought_seal import ThoughtSeal
 from reprise.app.errors import ApiError
 from reprise.app.schemas.responses import CustomTool, FunctionTool, ResponseRequest
 from reprise.app.text.answer_parts import Call
@@ -12,19 +13,29 @@ from reprise.app.turn.answer import Delta
 from reprise.app.turn.generation import Generation
 
 Event = dict[str, Any]
+_SUMMARY = "reasoning_summary_text"
+_PART_KINDS = {
+    "output_text": "content_part",
+    "reasoning_text": "content_part",
+    _SUMMARY: "reasoning_summary_part",
+}
+"""Maps the name that events give to a text to the name of the part that holds it."""
 
 
 class ResponseBuilder:
     """A collector of the items of one response, in the order in which they begin. Methods return the events that
     announce each change; a plain answer ignores them."""
 
-    def __init__(self, request: ResponseRequest, generation: Generation, *, response_id: str) -> None:
+    def __init__(
+        self, request: ResponseRequest, generation: Generation, *, response_id: str, seal: ThoughtSeal
+    ) -> None:
         self.id = response_id
         self.output: list[dict[str, Any]] = []
         self.status = "in_progress"
         self.error: dict[str, Any] | None = None
         self._request = request
         self._generation = generation
+        self._seal = seal
         self._wants_logprobs = wants_logprobs(request)
         self._open: dict[str, Any] | None = None  # the last item, while it grows
         self._tools = {tool.flat_name: tool for tool in request.tools or ()}
@@ -53,7 +64,10 @@ class ResponseBuilder:
             "parallel_tool_calls": request.parallel_tool_calls is not False,
             "previous_response_id": request.previous_response_id,
             "conversation": conversation,
-            "reasoning": {"effort": reasoning.effort if reasoning is not None else None, "summary": None},
+            "reasoning": {
+                "effort": None if reasoning is None else reasoning.effort,
+                "summary": None if reasoning is None else reasoning.summary,
+            },
             "service_tier": generation.service_tier,
             "store": request.store is not False,
             "temperature": generation.sampling.temperature,
@@ -93,8 +107,8 @@ class ResponseBuilder:
         events: list[Event] = []
         if delta.parts.reasoning:
             item = self._item("reasoning", events)
-            item["content"][0]["text"] += delta.parts.reasoning
-            events.append(self._part_event("response.reasoning_text.delta", delta=delta.parts.reasoning))
+            _part(item)["text"] += delta.parts.reasoning
+            events.append(self._part_event(f"response.{_kind(item)}.delta", delta=delta.parts.reasoning))
         if delta.parts.content or (delta.finish_reason is not None and not self.output and not delta.parts.calls):
             item = self._item("message", events)
             item["content"][0]["text"] += delta.parts.content
@@ -163,11 +177,14 @@ class ResponseBuilder:
         if kind == "message":
             part: dict[str, Any] = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
             item = {"type": "message", "id": self._new_id("msg"), "role": "assistant", "content": [part]}
+        elif self._request.wants_summary:  # a client that shows it would show the thought twice if both came
+            part = {"type": "summary_text", "text": ""}
+            item = {"type": "reasoning", "id": self._new_id("rs"), "summary": [part], "content": []}
         else:
             part = {"type": "reasoning_text", "text": ""}
             item = {"type": "reasoning", "id": self._new_id("rs"), "summary": [], "content": [part]}
         self._begin_item(item, events)
-        events.append(self._part_event("response.content_part.added", part=dict(part)))
+        events.append(self._part_event(f"response.{_PART_KINDS[_kind(item)]}.added", part=dict(part)))
         return item
 
     def _new_id(self, kind: str) -> str:
@@ -177,7 +194,7 @@ class ResponseBuilder:
         item["status"] = "in_progress"
         self.output.append(item)
         self._open = item
-        empty = {**item, "content": []} if "content" in item else dict(item)
+        empty = {name: [] if name in ("content", "summary") else value for name, value in item.items()}
         events.append(self._event("response.output_item.added", output_index=len(self.output) - 1, item=empty))
 
     def _close(self, events: list[Event], *, status: str = "completed") -> None:
@@ -192,16 +209,20 @@ class ResponseBuilder:
             said = {"arguments": item["arguments"], "name": item["name"]}
             events.append(self._item_event("response.function_call_arguments.done", **said))
         else:
-            part = item["content"][0]
-            kind = "output_text" if item["type"] == "message" else "reasoning_text"
+            part, kind = _part(item), _kind(item)
             said = {"logprobs": part["logprobs"]} if kind == "output_text" else {}
             events.append(self._part_event(f"response.{kind}.done", text=part["text"], **said))
-            events.append(self._part_event("response.content_part.done", part=part))
+            events.append(self._part_event(f"response.{_PART_KINDS[kind]}.done", part=part))
+            if item["type"] == "reasoning" and self._request.wants_sealed_thoughts:
+                item["encrypted_content"] = self._seal.seal(part["text"])
         events.append(self._event("response.output_item.done", output_index=len(self.output) - 1, item=item))
         self._open = None
 
     def _part_event(self, kind: str, **fields: Any) -> Event:
-        return self._item_event(kind, content_index=0, **fields)
+        """Return an event about the only part of the open item."""
+        assert self._open is not None
+        index = "summary_index" if _kind(self._open) == _SUMMARY else "content_index"
+        return self._item_event(kind, **{index: 0}, **fields)
 
     def _item_event(self, kind: str, **fields: Any) -> Event:
         assert self._open is not None
@@ -210,6 +231,19 @@ class ResponseBuilder:
     def _event(self, kind: str, **fields: Any) -> Event:
         self._sequence += 1
         return {"type": kind, "sequence_number": self._sequence - 1, **fields}
+
+
+def _part(item: dict[str, Any]) -> dict[str, Any]:
+    """Return the part of a message or of a thought that holds its text."""
+    part: dict[str, Any] = (item["content"] or item["summary"])[0]
+    return part
+
+
+def _kind(item: dict[str, Any]) -> str:
+    """Return the name that events give to the text of a message or of a thought."""
+    if item["type"] == "message":
+        return "output_text"
+    return "reasoning_text" if item["content"] else _SUMMARY
 
 
 def _shown(tool: FunctionTool | CustomTool) -> dict[str, Any]:

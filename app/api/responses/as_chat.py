@@ -141,7 +141,7 @@ def messages_of(items: list[Item]) -> list[dict[str, Any]]:
         if kind == "message":
             open_answer["content"] = (open_answer["content"] or "") + _text(item["content"])
         elif kind == "reasoning":
-            if text := _text(item["content"]):
+            if text := _text(item["content"] or item.get("summary", [])):
                 open_answer["reasoning_content"] = text
         else:
             arguments = custom_arguments(item["input"]) if kind == "custom_tool_call" else item["arguments"]

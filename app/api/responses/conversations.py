@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 from fastapi import APIRouter, Request, Response
 
-from reprise.app.api.calls import body_of
+from reprise.app.api.calls import body_of, note_losses
 from reprise.app.api.operation import described
 from reprise.app.api.responses.as_chat import new_id, with_ids
 from reprise.app.api.responses.response_service import not_found
@@ -14,6 +14,7 @@ from reprise.app.api.responses.route import ItemPage, listed, page_of, responses
 from reprise.app.conversations.response_store import NotStored, StoredConversation, TooLong
 from reprise.app.errors import ApiError, invalid
 from reprise.app.schemas import answers
+from reprise.app.schemas.past.parts import Losses
 from reprise.app.schemas.responses import ConversationRequest, Item, ItemsRequest
 
 router = APIRouter()
@@ -25,7 +26,7 @@ router = APIRouter()
 async def create_conversation(request: Request) -> Response:
     """A conversation is also a session of the same name."""
     body, headers = await body_of(request, ConversationRequest)
-    items = await _new_items(request, body.items or [])
+    items = await _new_items(request, body.items or [], headers)
     store = responses_of(request).store
     try:
         made = await store.create(request.state.tenant, new_id("conv"), body.metadata or {}, items)
@@ -81,7 +82,7 @@ async def list_items(request: Request, conversation_id: str) -> dict[str, Any]:
 )
 async def add_items(request: Request, conversation_id: str) -> Response:
     body, headers = await body_of(request, ItemsRequest)
-    items = await _new_items(request, body.items)
+    items = await _new_items(request, body.items, headers)
     try:
         await responses_of(request).store.append(request.state.tenant, conversation_id, items)
     except NotStored:
@@ -112,9 +113,12 @@ async def delete_item(request: Request, conversation_id: str, item_id: str) -> d
         raise not_found("item", item_id) from None
 
 
-async def _new_items(request: Request, items: Sequence[Item]) -> list[dict[str, Any]]:
-    """Return items in the form in which they are stored. Raises ApiError 404."""
-    stored = await responses_of(request).stored(request.state.tenant, items, [])
+async def _new_items(request: Request, items: Sequence[Item], headers: dict[str, str]) -> list[dict[str, Any]]:
+    """Return items in the form in which they are stored. headers: of the answer, gets the names of what cannot be read.
+    Raises ApiError 404."""
+    losses = Losses()
+    stored = await responses_of(request).stored(request.state.tenant, items, [], losses)
+    headers |= note_losses(request, losses.names)
     return with_ids(stored, lambda kind, _: new_id(kind))
 
 

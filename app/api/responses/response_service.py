@@ -18,12 +18,14 @@ from reprise.app.api.responses.as_chat import (
     response_of,
     with_ids,
 )
+from reprise.app.api.thought_seal import ThoughtSeal
 from reprise.app.conversations.redis_store import RedisStore
 from reprise.app.conversations.response_store import NotStored, ResponseStore, TooLong
 from reprise.app.errors import ApiError, invalid
 from reprise.app.http.event_stream import PING, event
+from reprise.app.schemas.past.parts import Losses
 from reprise.app.schemas.responses import Item as InputItem
-from reprise.app.schemas.responses import ResponseRequest
+from reprise.app.schemas.responses import ReasoningItem, ResponseRequest
 from reprise.app.turn.answer import Delta
 from reprise.app.turn.generation import Generation
 from reprise.app.turn.ports import ServerHooks
@@ -60,7 +62,7 @@ class ResponseTurn(AsyncIterator[Delta]):
         self.items = with_ids(items, lambda kind, place: item_id(response_id, kind, place, is_input=True))
         if request.store is not False:
             generation.response_ids.append(response_id)
-        self.builder = ResponseBuilder(request, generation, response_id=response_id)
+        self.builder = ResponseBuilder(request, generation, response_id=response_id, seal=responses.seal)
         self.request = request
         self.tenant = tenant
         self._responses = responses
@@ -112,18 +114,19 @@ class ResponseTurn(AsyncIterator[Delta]):
 class Responses:
     """A service for /v1/responses. One per app; to be used on its event loop."""
 
-    def __init__(self, service: TurnService, store: Store, hooks: ServerHooks) -> None:
+    def __init__(self, service: TurnService, store: Store, hooks: ServerHooks, seal: ThoughtSeal) -> None:
         self.store = store
         self.hooks = hooks
+        self.seal = seal
         self._service = service
         self._sweep_s = 0.0
         # Responses in the background, by (tenant, id).
         self._running: dict[tuple[str, str], tuple[ResponseTurn, asyncio.Task[None]]] = {}
 
-    async def begin(self, request: ResponseRequest, caller: Caller) -> ResponseTurn:
-        """Start generating. Raises ApiError."""
+    async def begin(self, request: ResponseRequest, caller: Caller, losses: Losses) -> ResponseTurn:
+        """Start generating. losses: takes the names of what cannot be read. Raises ApiError."""
         history = await self._history(request, caller.tenant)
-        items = await self.stored(caller.tenant, request.input or [], history)
+        items = await self.stored(caller.tenant, request.input or [], history, losses)
         chat = chat_request(request, [*history, *items])
         if request.conversation is not None and chat.session_id is None and caller.session_header is None:
             chat = chat.model_copy(update={"session_id": request.conversation.id})
@@ -133,21 +136,27 @@ class Responses:
             raise renamed(error) from None
         return ResponseTurn(self, request, caller.tenant, items, generation)
 
-    async def tokens(self, request: ResponseRequest, caller: Caller) -> int:
-        """Count the tokens of the prompt that `begin` would submit. Raises ApiError."""
+    async def tokens(self, request: ResponseRequest, caller: Caller, losses: Losses) -> int:
+        """Count the tokens of the prompt that `begin` would submit. losses: as there. Raises ApiError."""
         history = await self._history(request, caller.tenant)
-        chat = chat_request(request, [*history, *await self.stored(caller.tenant, request.input or [], history)])
+        items = await self.stored(caller.tenant, request.input or [], history, losses)
+        chat = chat_request(request, [*history, *items])
         return len(await self._service.chat_tokens(chat, caller))
 
-    async def stored(self, tenant: str, items: Sequence[InputItem], history: Sequence[Item]) -> list[Item]:
+    async def stored(
+        self, tenant: str, items: Sequence[InputItem], history: Sequence[Item], losses: Losses
+    ) -> list[Item]:
         """Return items in the form in which they are stored, with the items that references name in the references'
-        place. Only items that were stored before have ids. history: items that may be meant, besides those of stored
-        responses. Raises ApiError 404."""
+        place, and with the thoughts that were sealed. Only items that were stored before have ids. history: items that
+        may be meant, besides those of stored responses. losses: takes the name of a seal that is not ours. Raises
+        ApiError 404."""
         known = {item["id"]: item for item in history}
         looked: set[tuple[str, bool]] = set()
         found: list[Item] = []
         for item in items:
             one = item.as_stored()
+            if isinstance(item, ReasoningItem) and item.encrypted_content and not one["content"]:
+                one |= self._opened(item.encrypted_content, losses)
             if one["type"] != "item_reference":
                 found.append(one)
                 continue
@@ -160,6 +169,13 @@ class Responses:
                 raise ApiError(404, message, code="item_not_found", param="input")
             found.append(known[one["id"]])
         return found
+
+    def _opened(self, sealed: str, losses: Losses) -> Item:
+        """Return the fields of an item that hold a sealed thought; none if the seal is not ours."""
+        thought = self.seal.open(sealed)
+        if thought is None:
+            losses.add("input", "encrypted_content")
+        return {"content": [{"type": "reasoning_text", "text": thought}], "summary": []} if thought else {}
 
     async def _items_of(self, tenant: str, response_id: str, is_input: bool) -> list[Item]:
         try:

@@ -6,13 +6,14 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from reprise.app.api.calls import body_of, caller_of, stream
+from reprise.app.api.calls import body_of, caller_of, note_losses, stream
 from reprise.app.api.operation import described
 from reprise.app.api.responses.response_service import Responses, not_found
 from reprise.app.conversations.response_store import NotStored
 from reprise.app.errors import from_validation
 from reprise.app.http.event_stream import until_disconnect
 from reprise.app.schemas import answers
+from reprise.app.schemas.past.parts import Losses
 from reprise.app.schemas.responses import ResponseRequest
 
 router = APIRouter()
@@ -41,9 +42,13 @@ async def create_response(request: Request) -> Response:
     """OpenAI's Responses, with typed events. Goes on from `previous_response_id` or `conversation`; `background`
     answers at once."""
     body, headers = await body_of(request, ResponseRequest)
-    responses = responses_of(request)
-    turn = await responses.begin(body, caller_of(request))
-    headers |= {**turn.generation.limit_headers, "x-session-id": turn.generation.session_id}
+    responses, losses = responses_of(request), Losses()
+    turn = await responses.begin(body, caller_of(request), losses)
+    headers |= {
+        **note_losses(request, losses.names),
+        **turn.generation.limit_headers,
+        "x-session-id": turn.generation.session_id,
+    }
     if body.stream:
         return stream(request, turn, turn, headers)
     if body.background:
@@ -59,7 +64,9 @@ async def create_response(request: Request) -> Response:
 )
 async def input_tokens(request: Request) -> Response:
     body, headers = await body_of(request, ResponseRequest)
-    count = await responses_of(request).tokens(body, caller_of(request))
+    losses = Losses()
+    count = await responses_of(request).tokens(body, caller_of(request), losses)
+    headers |= note_losses(request, losses.names)
     answer = {"object": "response.input_tokens", "input_tokens": count}
     return Response(msgspec.json.encode(answer), headers=headers, media_type="application/json")
 

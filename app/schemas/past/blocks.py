@@ -30,6 +30,8 @@ def _message(message: object, losses: Losses, *, is_newest: bool) -> object:
         kind = block.get("type") if isinstance(block, dict) else None
         if kind == "tool_result":
             settled.append(_result(block, losses))
+        elif kind == "thinking":
+            settled.append(_thought(block))
         elif not isinstance(kind, str) or kind in taken:
             settled.append(block)
         else:
@@ -43,6 +45,13 @@ def _apart(found: list[Any], place: int, count: int) -> list[Any]:
     """Put a text that stands for another block on a line of its own: the texts of an answer are joined as they are."""
     before, after = "\n" if place else "", "\n" if place < count - 1 else ""
     return [{**block, "text": f"{before}{block['text']}{after}"} for block in found]
+
+
+def _thought(block: Block) -> Block:
+    """Return a thought, which may have come back without its text or its signature."""
+    signature = block.get("signature")
+    signed = signature if isinstance(signature, str) else None
+    return {**block, "thinking": block.get("thinking") or "", "signature": signed}
 
 
 def _result(block: Block, losses: Losses) -> Block:

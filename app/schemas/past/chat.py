@@ -53,12 +53,13 @@ def _answer(message: Message, place: int, losses: Losses) -> Message:
     """Return an answer of the model with its thoughts in `reasoning_content`, a refusal as its text, and calls of every
     kind as calls of functions."""
     answer = dict(message)
-    thoughts: list[str] = []
+    thought = _thought_beside(message)
     if isinstance(content := message.get("content"), list):
-        thoughts = [_thought(part) for part in content if _is_thought(part)]
+        within = [_thought(part) for part in content if _is_thought(part)]
+        thought = thought or "\n".join(text for text in within if text)
         answer["content"] = [part for part in content if not _is_thought(part)]
-    if any(thoughts) and answer.get("reasoning_content") is None:
-        answer["reasoning_content"] = "\n".join(thought for thought in thoughts if thought)
+    if thought:
+        answer["reasoning_content"] = thought
     if isinstance(refusal := answer.pop("refusal", None), str) and not answer.get("content"):
         answer["content"] = refusal
     elif refusal is not None and not isinstance(refusal, str):
@@ -102,6 +103,16 @@ def custom_arguments(given: str) -> str:
 
 def _is_thought(part: object) -> bool:
     return isinstance(part, dict) and part.get("type") in ("thinking", "reasoning", "redacted_thinking")
+
+
+def _thought_beside(message: Message) -> str:
+    """Return the thought in a field of the message. Clients and servers call it by different names."""
+    fields = (message.get(name) for name in ("reasoning_content", "reasoning", "thinking"))
+    thought: str = next((text for text in fields if isinstance(text, str) and text), "")
+    if thought or not isinstance(details := message.get("reasoning_details"), list):
+        return thought
+    texts = (part.get("text", part.get("summary")) for part in details if isinstance(part, dict))
+    return "".join(text for text in texts if isinstance(text, str))
 
 
 def _thought(part: dict[str, Any]) -> str:

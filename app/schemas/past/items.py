@@ -58,7 +58,8 @@ def _taken(item: Item, kind: str, losses: Losses, *, is_newest: bool) -> Item:
         return {**item, "output": "" if output is None else output}
     if kind == "reasoning":
         content = readable(item.get("content"), losses, field="input", is_asked=False)
-        return {**item, "content": content}
+        sealed = item.get("encrypted_content")
+        return {**item, "content": content, "encrypted_content": sealed if isinstance(sealed, str) else None}
     return item
 
 

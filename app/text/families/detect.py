@@ -5,22 +5,21 @@ source show less: a template may mention tools without rendering them, and marke
 """
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from reprise.app.text.families.table import FAMILIES, OWN, UNKNOWN, Family
 from reprise.app.text.families.thoughts import THINK, THOUGHTS, Thoughts
-from reprise.app.text.template import TemplateError
-
-Message = dict[str, Any]
-Render = Callable[[list[Message], list[dict[str, Any]] | None, dict[str, Any], bool], str]
-"""Renders (messages, tools, template arguments, whether to open an answer). Raises TemplateError."""
+from reprise.app.text.probe import Message, Outcome, Probe, Render, Tools
+from reprise.app.text.template_traits import TAKES_ALL, TemplateTraits, content_traits, with_orders
+from reprise.app.text.thinking_switch import NO_SWITCH, ThinkingSwitch, switch_of
 
 AUTO, NONE = "auto", "none"
-_NAME, _PLACE, _RESULT = "probe_forecast", "Probeville", "probe result"
+THOUGHT_FIELDS = ("reasoning_content", "thinking", "reasoning")
+_NAME, _PLACE, _RESULT, _THOUGHT = "probe_forecast", "Probeville", "probe result", "probe thought"
 _SHORT_ID, _LONG_ID = "probe0001", "call_0123456789abcdef01234567"
-_TOOLS: list[dict[str, Any]] = [
+_TOOLS: Tools = [
     {
         "type": "function",
         "function": {
@@ -31,7 +30,8 @@ _TOOLS: list[dict[str, Any]] = [
     }
 ]
 _USER: Message = {"role": "user", "content": "Probe?"}
-_THINKING = {"enable_thinking": True, "thinking": True}
+_THINKING: dict[str, Any] = {"enable_thinking": True, "thinking": True}
+_NO_ARGS: dict[str, Any] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +42,35 @@ class Found:
     thoughts: Thoughts | None = THINK
     knows_tools: bool = False  # it renders tools
     tools_in_system: bool = False  # it renders those that a system message brings, in a field `tools`, as JSON
-    shows_calls: bool = True  # it renders earlier calls
+    calls_in_history: Outcome = Outcome.KEPT  # what becomes of earlier calls
+    results_in_history: Outcome = Outcome.KEPT  # what becomes of their results
     takes_objects: bool = True  # it renders arguments that are objects; otherwise only their JSON
     short_ids: bool = False  # it refuses ids of calls that are not of 9 letters and digits
+    thought_field: str = ""  # the field in which it looks for the thought of an earlier answer; empty: it shows none
+    thinks_beside_text: bool = True  # it shows a thought beside a call and a text
+    switch: ThinkingSwitch = NO_SWITCH
+    traits: TemplateTraits = TAKES_ALL  # for requests without tools
+    traits_with_tools: TemplateTraits = TAKES_ALL
+
+    @property
+    def shows_calls(self) -> bool:
+        return self.knows_tools and self.calls_in_history.is_shown
+
+    @property
+    def shows_results(self) -> bool:
+        return self.knows_tools and self.results_in_history.is_shown
+
+    @property
+    def described(self) -> dict[str, str]:
+        """Return what becomes of each kind of message, for people."""
+        lost, kept = Outcome.LOST, Outcome.KEPT
+        return {
+            **self.traits.described(self.traits_with_tools),
+            "tools": kept if self.knows_tools else lost,
+            "calls": self.calls_in_history if self.knows_tools else lost,
+            "results": self.results_in_history if self.knows_tools else lost,
+            "thoughts": kept if self.thought_field else lost,
+        }
 
 
 def find(render: Render | None, tokens: Iterable[str], *, calls: str = AUTO, thoughts: str = AUTO) -> Found:
@@ -62,48 +88,65 @@ def find(render: Render | None, tokens: Iterable[str], *, calls: str = AUTO, tho
 
 
 def _examined(render: Render, tokens: str) -> Found:
-    def text(messages: list[Message], tools: list[dict[str, Any]] | None, *, opens: bool = False, **args: Any) -> str:
-        try:
-            return render(messages, tools, args, opens)
-        except TemplateError:
-            return ""
-
-    asked = text([_USER], _TOOLS)
+    traits = content_traits(render)
+    probe = Probe(render, in_parts=traits.takes_parts_alone)
+    asked = probe.text([_USER], _TOOLS)
     found = Found(knows_tools=_NAME in asked)
     if not found.knows_tools:
-        asked = text([as_system_tools(None, _TOOLS), _USER], None)
+        asked = probe.text([as_system_tools(None, _TOOLS), _USER])
         found = replace(found, tools_in_system=_NAME in asked, knows_tools=_NAME in asked)
-    called = ""
+    tools = _TOOLS if found.knows_tools and not found.tools_in_system else None
+    history: list[Message] = []
     if found.knows_tools:
-        tools = None if found.tools_in_system else _TOOLS
-        found, called = _with_calls(found, lambda messages: text(messages, tools))
-    plain = text([_USER], None, opens=True)
+        found, history = _with_calls(found, probe, tools)
+    called = probe.text(history, tools) if history else ""
+    plain = probe.text([_USER], opens=True)
     # What follows the tools shows the call itself; their description may mention other ways to write one.
     after_tools = called[_common_chars(asked, called) :]
     family = _family((after_tools, called, asked, plain, tokens), found.knows_tools)
     shown = (
-        *(text([_USER], _TOOLS, opens=True, **args) for args in ({}, _THINKING)),
-        *(text([_USER], None, opens=True, **args) for args in ({}, _THINKING)),
-        text([_USER, {"role": "assistant", "content": "Yes.", "reasoning_content": "Hm."}, _USER], None, **_THINKING),
+        *(probe.text([_USER], each, opens=True, **args) for each in (_TOOLS, None) for args in (_NO_ARGS, _THINKING)),
+        probe.text([_USER, {"role": "assistant", "content": "Yes.", "reasoning_content": "Hm."}, _USER], **_THINKING),
         called,
     )
+    resulted = history if found.shows_results else None
     return replace(
-        found, calls=family, short_ids=found.short_ids or family.short_ids, thoughts=_thoughts(shown, family, tokens)
+        _with_thoughts(found, probe, tools, history),
+        calls=family,
+        short_ids=found.short_ids or family.short_ids,
+        thoughts=_thoughts(shown, family, tokens),
+        switch=switch_of(probe, tools),
+        traits=with_orders(traits, probe, tools=None, called=resulted),
+        traits_with_tools=with_orders(traits, probe, tools=tools, called=resulted),
     )
 
 
-def _with_calls(found: Found, render: Callable[[list[Message]], str]) -> tuple[Found, str]:
-    """Find out how the template takes a history with a call. Returns also what it renders."""
-    for takes_objects in (True, False):
-        for call_id in (_LONG_ID, _SHORT_ID):
-            arguments = {"probe_place": _PLACE} if takes_objects else json.dumps({"probe_place": _PLACE})
-            text = render(_history(call_id, arguments))
-            is_python = "{'probe_place'" in text  # an object where JSON was expected
-            if text and not is_python:
-                short_ids, shows_calls = call_id == _SHORT_ID, _PLACE in text
-                changes = replace(found, takes_objects=takes_objects, short_ids=short_ids, shows_calls=shows_calls)
-                return changes, text
-    return found, ""
+def _with_calls(found: Found, probe: Probe, tools: Tools | None) -> tuple[Found, list[Message]]:
+    """Find out how the template takes a history with a call. Returns also the history that it takes; empty if it takes
+    none."""
+    for as_given in (True, False):
+        for takes_objects in (True, False):
+            for call_id in (_LONG_ID, _SHORT_ID):
+                arguments = {"probe_place": _PLACE} if takes_objects else json.dumps({"probe_place": _PLACE})
+                history = _history(call_id, arguments)
+                if not as_given:
+                    history[-1] = as_users_result(history[-1])
+                text = probe.text(history, tools)
+                is_python = "{'probe_place'" in text  # an object where JSON was expected
+                if text and not is_python:
+                    changes = replace(
+                        found,
+                        takes_objects=takes_objects,
+                        short_ids=call_id == _SHORT_ID,
+                        calls_in_history=Outcome.KEPT if _PLACE in text else Outcome.LOST,
+                        results_in_history=_outcome_of_result(text) if as_given else Outcome.REFUSED,
+                    )
+                    return changes, history
+    return replace(found, calls_in_history=Outcome.REFUSED, results_in_history=Outcome.REFUSED), []
+
+
+def _outcome_of_result(text: str) -> Outcome:
+    return Outcome.KEPT if _RESULT in text else Outcome.LOST
 
 
 def _history(call_id: str, arguments: object) -> list[Message]:
@@ -113,6 +156,22 @@ def _history(call_id: str, arguments: object) -> list[Message]:
         {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "tool", "content": _RESULT, "tool_call_id": call_id, "name": _NAME},
     ]
+
+
+def _with_thoughts(found: Found, probe: Probe, tools: Tools | None, history: list[Message]) -> Found:
+    """Find out in which field the template looks for the thought of an earlier answer. history: one with a call, as it
+    takes it."""
+
+    def shows(answer: Message, *after: Message) -> bool:
+        return _THOUGHT in probe.text([_USER, answer, *after], tools if after else None, **_THINKING)
+
+    for field in THOUGHT_FIELDS:
+        calls = bool(history) and shows({**history[1], field: _THOUGHT}, *history[2:])
+        if calls or shows({"role": "assistant", "content": "Yes.", field: _THOUGHT}):
+            # Some templates take a text beside a call for its thought, and refuse both.
+            beside_text = not calls or shows({**history[1], field: _THOUGHT, "content": "Yes."}, *history[2:])
+            return replace(found, thought_field=field, thinks_beside_text=beside_text)
+    return found
 
 
 def _family(evidence: tuple[str, ...], knows_tools: bool) -> Family:
@@ -143,7 +202,12 @@ def _thoughts(shown: Iterable[str], family: Family, tokens: str) -> Thoughts:
     return next((each for each in THOUGHTS.values() if each.open in tokens), THINK)
 
 
-def as_system_tools(system: Message | None, tools: list[dict[str, Any]]) -> Message:
+def as_system_tools(system: Message | None, tools: Tools) -> Message:
     """Return a system message with tools, for templates that look for them there."""
     text = json.dumps([tool["function"] for tool in tools], ensure_ascii=False)
     return {**(system or {"role": "system", "content": ""}), "tools": text}
+
+
+def as_users_result(message: Message) -> Message:
+    """Return the result of a call as a user's message, for templates that take no results."""
+    return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}

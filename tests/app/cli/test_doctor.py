@@ -15,6 +15,8 @@ from reprise.engine.build.resources import Memory
 from reprise.engine.config import INT8_SCALE_BYTES
 from reprise.kernels.int8_pages.pages import Int8Pages
 from reprise.model import directories
+from tests.app.fakes import write_tokenizer
+from tests.app.text.order_templates import ALTERNATES
 
 LIBRARIES = {
     "torch": "2.13.0", "transformers": "5.0", "numba": "0.68", "triton": None, "flash_attn": None,
@@ -48,6 +50,7 @@ def test_a_machine_that_has_everything_has_nothing_to_mend(tmp_path: Path) -> No
         "memory",
         "model",
         "calls",
+        "template",
         "state",
         "disk",
         "Redis",
@@ -269,3 +272,12 @@ def test_what_exactness_can_be_had(
 ) -> None:
     monkeypatch.setattr(doctor, "_cpu_flags", lambda: flags)
     assert look(tmp_path, model={"exact": exact, "dtype": dtype})["exact"].level is level
+
+
+def test_a_template_that_does_not_take_every_message_is_told(tmp_path: Path) -> None:
+    directory = write_tokenizer(tmp_path / "model", template=ALTERNATES)
+    for name in ("config.json", "model.safetensors"):
+        (directory / name).write_text("{}")
+    found = look(tmp_path, model={"source": str(directory)})["template"]
+    assert found.level is Level.NOTE
+    assert "refuses a second system message, a system message after others, a user's message after" in found.found

@@ -6,6 +6,7 @@ from reprise.app.text.answer_form import NO_FORM, AnswerForm
 from reprise.app.text.answer_parts import Call
 from reprise.app.text.families.detect import Found
 from reprise.app.text.families.table import FAMILIES
+from reprise.app.text.probe import Outcome
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 CALLING = {
@@ -60,7 +61,7 @@ def test_a_template_may_look_for_tools_in_the_system_message():
 
 
 def test_a_history_comes_in_the_form_that_the_template_takes():
-    messages, _ = form(knows_tools=True, shows_calls=False, calls=FAMILIES["phi"]).prompt(ASKED, TOOLS)
+    messages, _ = form(knows_tools=True, calls_in_history=Outcome.LOST, calls=FAMILIES["phi"]).prompt(ASKED, TOOLS)
     assert messages[1]["content"] == 'Well.\n<|tool_call|>[{"name": "add", "arguments": {"a": "Ü"}}]<|/tool_call|>'
     assert messages[2] == RESULT
     messages, _ = form(knows_tools=True, takes_objects=False).prompt(ASKED, TOOLS)
@@ -79,7 +80,7 @@ def test_a_history_comes_in_the_form_that_the_template_takes():
     [
         {"knows_tools": True},
         {"knows_tools": False},
-        {"knows_tools": True, "shows_calls": False},
+        {"knows_tools": True, "calls_in_history": Outcome.LOST},
         {"knows_tools": True, "takes_objects": False, "short_ids": True},
     ],
 )
@@ -93,3 +94,27 @@ def test_what_is_recorded_is_what_the_client_will_send_back(found):
         "content": "Yes.",
         "reasoning_content": "Hm.",
     }
+
+
+THOUGHT = {"role": "assistant", "content": "Well.", "reasoning_content": "Hm."}
+
+
+@pytest.mark.parametrize(
+    ("found", "given", "shown"),
+    [
+        ({"thought_field": "reasoning_content"}, THOUGHT, THOUGHT),
+        ({"thought_field": ""}, THOUGHT, THOUGHT),
+        ({"thought_field": "thinking"}, THOUGHT, {"role": "assistant", "content": "Well.", "thinking": "Hm."}),
+        ({"thought_field": "thinking", "thinks_beside_text": False, "knows_tools": True},
+         {**CALLING, "reasoning_content": "Hm."}, CALLING),
+        ({"thought_field": "thinking", "thinks_beside_text": False, "knows_tools": True},
+         {**CALLING, "content": "", "reasoning_content": "Hm."}, {**CALLING, "content": "", "thinking": "Hm."}),
+    ],
+)  # fmt: skip
+def test_thoughts_stand_where_the_template_looks_for_them(found, given, shown):
+    assert form(**found).prompt([given], None)[0] == [shown]
+
+
+def test_results_that_a_template_does_not_take_are_given_as_a_users():
+    messages, _ = form(knows_tools=True, results_in_history=Outcome.REFUSED).prompt(ASKED, TOOLS)
+    assert messages[1:] == [CALLING, {"role": "user", "content": "<tool_response>\n3\n</tool_response>"}]

@@ -104,7 +104,7 @@ def said(frames: list[Frame]) -> str:
     return re.sub(r'"timings":\{[^}]*\}', '"timings":{}', text)
 
 
-GROWING = ("content", "text", "reasoning_content", "arguments", "partial_json", "thinking", "delta")
+GROWING = ("content", "text", "reasoning_content", "reasoning", "arguments", "partial_json", "thinking", "delta")
 
 
 def assembled(frames: list[Frame]) -> dict[str, Any]:
@@ -179,6 +179,16 @@ REQUESTS: dict[str, tuple[str, str, dict[str, Any]]] = {
         MESSAGES,
         CALLS,
         {"messages": USER, "max_tokens": 200, "tools": [{"name": "weather", "input_schema": TOOL}]},
+    ),
+    "messages with thoughts": (
+        MESSAGES,
+        "<think>\nHm. So\n</think>\n\nHello",
+        {"messages": USER, "max_tokens": 200},
+    ),
+    "responses with thoughts": (
+        RESPONSES,
+        "<think>\nHm. So\n</think>\n\nHello",
+        {"input": "Hi", "include": ["reasoning.encrypted_content"], "reasoning": {"summary": "auto"}},
     ),
     "custom tools of responses": (
         RESPONSES,

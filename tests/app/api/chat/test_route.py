@@ -3,7 +3,7 @@ import json
 import pytest
 
 from reprise.engine.messages import given_salt, is_exact
-from tests.app.fakes import FakeEngine, Running, in_process, make_settings, write_tokenizer
+from tests.app.fakes import FakeEngine, Running, events, in_process, make_settings, write_tokenizer
 
 ANSWER = "Hello there, how are you today?"
 
@@ -78,6 +78,11 @@ async def test_thoughts_are_told_apart_and_counted(tmp_path):
         answer = (await running.chat()).json()
         message = answer["choices"][0]["message"]
         assert (message["reasoning_content"], message["content"]) == ("Hello there", "how are you today?")
+        assert message["reasoning"] == "Hello there"  # the name by which other clients look for it
+        streamed = events((await running.chat(stream=True)).text)
+        deltas = [chunk["choices"][0]["delta"] for chunk in streamed]
+        for name in ("reasoning_content", "reasoning"):
+            assert "".join(delta.get(name, "") for delta in deltas) == "Hello there"
         # Words are no tokens across the tag here: it is followed by a newline.
         expected = len(engine.tokenizer.encode(thought).ids)
         assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] == expected

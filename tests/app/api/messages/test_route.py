@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.app.fakes import FakeEngine, Running, in_process, make_settings
+from tests.app.fakes import THINKING_TEMPLATE, FakeEngine, Running, in_process, make_settings, write_tokenizer
 
 ANSWER = "Hello there, how are you today?"
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -166,8 +166,9 @@ async def test_the_form_of_an_answer(running: Running):
         response = await ask(running, **fields)
         assert response.status_code == 200
         assert running.engine.submitted[-1].grammar
-    response = await ask(running, output_config={"effort": "high"})
-    assert (running.engine.submitted[-1].grammar, "output_config.effort" in response.headers["warning"]) == ("", True)
+    response = await ask(running, output_config={"effort": "high", "frob": 1})
+    assert (running.engine.submitted[-1].grammar, "output_config.frob" in response.headers["warning"]) == ("", True)
+    assert "output_config.effort" not in response.headers["warning"]
 
 
 async def test_a_thread_that_begins_is_answered_and_one_that_goes_on_elsewhere_is_refused(running: Running):
@@ -241,3 +242,91 @@ async def test_keys_come_in_a_header_of_their_own(engine: FakeEngine, tmp_path):
         assert (await ask(running)).status_code == 401
         unknown = await running.http.get("/v1/messages/nothing")
         assert unknown.json()["type"] == "error"
+
+
+THOUGHT = "<think>\nHm. Hello.\n</think>\n\nYes."
+
+
+def thinking_engine(tmp_path: Path) -> FakeEngine:
+    engine = FakeEngine(directory=write_tokenizer(tmp_path / "model", template=THINKING_TEMPLATE))
+    engine.script.answer = THOUGHT
+    return engine
+
+
+def prompt_of(running: Running) -> str:
+    ids = running.engine.submitted[-1].token_ids
+    return running.engine.tokenizer.decode(ids, skip_special_tokens=False)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_thought_comes_with_a_signature_that_brings_it_back(tmp_path: Path, stream: bool):
+    engine, settings = thinking_engine(tmp_path), make_settings(tmp_path / "state")
+    async with in_process(engine, settings) as running:
+        response = await ask(running, stream=stream)
+        if stream:
+            said = events(response.text)
+            deltas = [event["delta"] for event in said if event["type"] == "content_block_delta"]
+            kinds = list(dict.fromkeys(delta["type"] for delta in deltas))
+            assert kinds == ["thinking_delta", "signature_delta", "text_delta"]
+            (signature,) = [delta["signature"] for delta in deltas if "signature" in delta]
+            assert "".join(delta.get("thinking", "") for delta in deltas) == "Hm. Hello."
+        else:
+            thought, _ = response.json()["content"]
+            assert (thought["type"], thought["thinking"]) == ("thinking", "Hm. Hello.")
+            signature = thought["signature"]
+        before = running.engine.submitted[-1].token_ids
+    # After a restart, whether a client sends the text, or only what it took for a secret.
+    async with in_process(thinking_engine(tmp_path), settings) as running:
+        for block in (
+            {"type": "thinking", "thinking": "Hm. Hello.", "signature": signature},
+            {"type": "thinking", "thinking": "", "signature": signature},
+            {"type": "thinking", "signature": signature},
+            {"type": "redacted_thinking", "data": signature},
+        ):
+            history = [*HELLO, {"role": "assistant", "content": [block, {"type": "text", "text": "Yes."}]}, *HELLO]
+            response = await ask(running, history)
+            assert (response.status_code, "warning" in response.headers) == (200, False)
+            assert f"assistant\n{THOUGHT}<|im_end|>" in prompt_of(running)
+            generated = running.engine.tokenizer.encode(THOUGHT).ids
+            assert running.engine.submitted[-1].token_ids[: len(before) + len(generated)] == before + generated
+
+
+async def test_a_thought_that_cannot_be_read_is_left_out_and_named(tmp_path: Path):
+    async with in_process(thinking_engine(tmp_path), make_settings(tmp_path / "state")) as running:
+        for block, name in (
+            ({"type": "thinking", "thinking": "", "signature": "EqQBCgIYAhIM"}, "messages.thinking"),
+            ({"type": "redacted_thinking", "data": "EqQBCgIYAhIM"}, "messages.redacted_thinking"),
+        ):
+            history = [*HELLO, {"role": "assistant", "content": [block, {"type": "text", "text": "Yes."}]}, *HELLO]
+            response = await ask(running, history, frob=1)
+            assert response.status_code == 200
+            assert f"frob, {name}" in response.headers["warning"]
+            assert "assistant\nYes.<|im_end|>" in prompt_of(running)
+            body = {"messages": history}
+            counted = await running.http.post("/v1/messages/count_tokens", json=body)
+            assert name in counted.headers["warning"]
+        # A text is a text, whoever has signed it, or nobody.
+        for signature in ({"signature": "EqQBCgIYAhIM"}, {"signature": ""}, {"signature": None}, {}):
+            block = {"type": "thinking", "thinking": "Hm. Hello.", **signature}
+            history = [*HELLO, {"role": "assistant", "content": [block, {"type": "text", "text": "Yes."}]}, *HELLO]
+            response = await ask(running, history)
+            assert (response.status_code, "warning" in response.headers) == (200, False)
+            assert f"assistant\n{THOUGHT}<|im_end|>" in prompt_of(running)
+
+
+@pytest.mark.parametrize(
+    ("fields", "thinks"),
+    [
+        ({}, True),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, True),
+        ({"thinking": {"type": "adaptive"}}, True),
+        ({"thinking": {"type": "disabled"}}, False),
+        ({"output_config": {"effort": "max"}}, True),
+        ({"thinking": {"type": "disabled"}, "chat_template_kwargs": {"enable_thinking": True}}, True),
+    ],
+)
+async def test_thinking_is_turned_off(tmp_path: Path, fields, thinks):
+    async with in_process(thinking_engine(tmp_path), make_settings(tmp_path / "state")) as running:
+        response = await ask(running, **fields)
+        assert (response.status_code, "warning" in response.headers) == (200, False)
+        assert prompt_of(running).endswith("<think>\n\n</think>\n\n") is not thinks

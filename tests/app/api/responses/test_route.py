@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.app.fakes import FakeEngine, Running, in_process, make_settings, until
+from tests.app.fakes import THINKING_TEMPLATE, FakeEngine, Running, in_process, make_settings, until, write_tokenizer
 
 ANSWER = "Hello there, how are you today?"
 TOOLS = [{"type": "function", "name": "add", "parameters": {"type": "object"}}]
@@ -419,3 +419,109 @@ async def test_what_the_engine_refuses_is_named_as_it_was_sent(running: Running,
     answer = await running.http.post("/v1/responses", json={"model": "test-model", "input": "Hello", "stream": stream})
     error = answer.json()["error"]
     assert (answer.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", "input")
+
+
+THOUGHT = "<think>\nHm. Hello.\n</think>\n\nYes."
+HELLO = {"role": "user", "content": "Hello"}
+SEALED = {"include": ["reasoning.encrypted_content"]}
+
+
+def thinking_engine(tmp_path: Path) -> FakeEngine:
+    engine = FakeEngine(directory=write_tokenizer(tmp_path / "model", template=THINKING_TEMPLATE))
+    engine.script.answer = THOUGHT
+    return engine
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_sealed_thought_comes_back_to_a_server_that_stores_nothing(tmp_path: Path, stream: bool):
+    settings = make_settings(tmp_path / "state")
+    async with in_process(thinking_engine(tmp_path), settings) as running:
+        response = await respond(running, store=False, stream=stream, **SEALED)
+        said = events(response.text) if stream else []
+        thought, text = (said[-1]["response"] if stream else response.json())["output"]
+        assert thought["content"] == [{"type": "reasoning_text", "text": "Hm. Hello."}]
+        if stream:
+            (done,) = [
+                event["item"]
+                for event in said
+                if event["type"] == "response.output_item.done" and event["item"]["type"] == "reasoning"
+            ]
+            assert done == thought
+        before = running.engine.submitted[-1].token_ids
+        assert "encrypted_content" not in (await respond(running)).json()["output"][0]
+    async with in_process(thinking_engine(tmp_path), settings) as running:
+        sealed = {"type": "reasoning", "id": thought["id"], "encrypted_content": thought["encrypted_content"]}
+        for item in (thought, {**sealed, "summary": []}, {**sealed, "content": None}):
+            response = await respond(running, [HELLO, item, text, HELLO])
+            assert (response.status_code, "warning" in response.headers) == (200, False)
+            assert f"assistant\n{THOUGHT}<|im_end|>" in prompt_of(running)
+            generated = running.engine.tokenizer.encode(THOUGHT).ids
+            assert running.engine.submitted[-1].token_ids[: len(before) + len(generated)] == before + generated
+        # What was sealed is stored as what it is.
+        listed = (await running.http.get(f"/v1/responses/{response.json()['id']}/input_items?order=asc")).json()["data"]
+        assert listed[1]["content"] == thought["content"]
+
+
+@pytest.mark.parametrize("sealed", ["gAAAAABo", "", 5, None])
+async def test_a_seal_of_another_server_is_left_out_and_named(tmp_path: Path, sealed):
+    item = {"type": "reasoning", "summary": [], "encrypted_content": sealed}
+    history = [HELLO, item, {"role": "assistant", "content": "Yes."}, HELLO]
+    async with in_process(thinking_engine(tmp_path), make_settings(tmp_path / "state")) as running:
+        response = await respond(running, history)
+        assert response.status_code == 200
+        assert ("input.encrypted_content" in response.headers.get("warning", "")) == (sealed == "gAAAAABo")
+        assert "assistant\nYes.<|im_end|>" in prompt_of(running)
+        for path, body in (("responses/input_tokens", {"input": history}), ("conversations", {"items": history})):
+            answer = await running.http.post(f"/v1/{path}", json=body)
+            assert answer.status_code == 200
+            assert ("input.encrypted_content" in answer.headers.get("warning", "")) == (sealed == "gAAAAABo")
+
+
+async def test_a_thought_is_streamed_as_a_summary_where_one_is_wanted(tmp_path: Path):
+    async with in_process(thinking_engine(tmp_path), make_settings(tmp_path / "state")) as running:
+        said = events((await respond(running, stream=True, reasoning={"summary": "auto"})).text)
+        of_thought = [event for event in said if "summary_index" in event]
+        kinds = [event["type"] for event in of_thought]
+        assert [kind for n, kind in enumerate(kinds) if n == 0 or kinds[n - 1] != kind] == [
+            "response.reasoning_summary_part.added", "response.reasoning_summary_text.delta",
+            "response.reasoning_summary_text.done", "response.reasoning_summary_part.done",
+        ]  # fmt: skip
+        assert "".join(event.get("delta", "") for event in of_thought) == "Hm. Hello."
+        assert not any(event["type"].startswith("response.reasoning_text") for event in said)
+        answer = said[-1]["response"]
+        thought, text = answer["output"]
+        assert (thought["summary"], thought["content"]) == ([{"type": "summary_text", "text": "Hm. Hello."}], [])
+        assert answer["reasoning"] == {"effort": None, "summary": "auto"}
+        before = running.engine.submitted[-1].token_ids
+        # It is the thought itself, and stands for it where nothing else comes back.
+        for given, fields in (
+            ([HELLO, thought, text, HELLO], {}),
+            ([HELLO], {"previous_response_id": answer["id"]}),
+            ([HELLO, {"type": "item_reference", "id": thought["id"]}, text, HELLO], {}),
+        ):
+            await respond(running, given, **fields)
+            assert f"assistant\n{THOUGHT}<|im_end|>" in prompt_of(running)
+            assert running.engine.submitted[-1].token_ids[: len(before)] == before
+        plain = (await respond(running, reasoning={"summary": "none"})).json()["output"][0]
+        assert (plain["summary"], plain["content"][0]["text"]) == ([], "Hm. Hello.")
+
+
+@pytest.mark.parametrize(
+    ("fields", "thinks"),
+    [
+        ({"reasoning": {"effort": "none"}}, False),
+        ({"reasoning": {"effort": "minimal"}}, False),
+        ({"reasoning": {"effort": "low"}}, True),
+        ({"reasoning": {"effort": "max"}}, True),
+        ({"reasoning": {"effort": "none"}, "chat_template_kwargs": {"enable_thinking": True}}, True),
+    ],
+)
+async def test_effort_reaches_the_template(tmp_path: Path, fields, thinks):
+    async with in_process(thinking_engine(tmp_path), make_settings(tmp_path / "state")) as running:
+        assert (await respond(running, **fields)).status_code == 200
+        assert prompt_of(running).endswith("<think>\n\n</think>\n\n") is not thinks
+        chat = {"chat_template_kwargs": fields.get("chat_template_kwargs")}
+        await running.chat(reasoning_effort=fields["reasoning"]["effort"], **chat)
+        assert prompt_of(running).endswith("<think>\n\n</think>\n\n") is not thinks
+        await running.chat(thinking={"type": "enabled" if thinks else "disabled"})
+        assert prompt_of(running).endswith("<think>\n\n</think>\n\n") is not thinks

@@ -6,7 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reprise.app.api.messages.as_chat import chat_request
+from reprise.app.api.thought_seal import ThoughtSeal
 from reprise.app.schemas.messages import MessagesRequest
+from reprise.app.schemas.past.parts import Losses
 
 HELLO = {"role": "user", "content": "Hello"}
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}}
@@ -17,7 +19,7 @@ SHOWN = "[image: not shown, this model reads text]"
 def taken(messages: list[Any]) -> tuple[list[dict[str, Any]], list[str]]:
     """Return the messages as they are rendered, and what was lost."""
     body, lost = MessagesRequest.settled({"max_tokens": 5, "messages": messages})
-    chat = chat_request(MessagesRequest.model_validate(body))
+    chat = chat_request(MessagesRequest.model_validate(body), ThoughtSeal(b"secret"), Losses())
     return [message.as_rendered() for message in chat.messages], lost
 
 

@@ -65,6 +65,15 @@ def test_what_a_tool_returned_is_history_also_in_the_newest_turn():
         ({"content": [{"type": "thinking", "thinking": "Hm."}], "reasoning_content": "Oh."},
          {"content": "", "reasoning_content": "Oh."}),
         ({"content": [{"type": "redacted_thinking", "data": "x"}]}, {"content": ""}),
+        ({"content": "Yes.", "reasoning": "Hm."}, {"content": "Yes.", "reasoning_content": "Hm."}),
+        ({"content": "Yes.", "thinking": "Hm."}, {"content": "Yes.", "reasoning_content": "Hm."}),
+        ({"content": "Yes.", "reasoning": "Hm.", "reasoning_content": ""},
+         {"content": "Yes.", "reasoning_content": "Hm."}),
+        ({"content": "Yes.", "reasoning": None, "reasoning_details": [
+            {"type": "reasoning.text", "text": "Hm. "}, {"type": "reasoning.summary", "summary": "So."},
+            {"type": "reasoning.encrypted", "data": "x"},
+        ]}, {"content": "Yes.", "reasoning_content": "Hm. So."}),
+        ({"content": "Yes.", "reasoning_content": ""}, {"content": "Yes."}),
         ({"content": "Listen.", "audio": {"id": "a"}}, {"content": "Listen."}),
     ],
 )  # fmt: skip
@@ -102,6 +111,7 @@ JSON = st.recursive(
 )
 CONTENT = JSON | st.lists(st.sampled_from([IMAGE, {"type": "thinking", "thinking": [1]}, {"type": "refusal"}]))
 FIELDS = {"refusal": JSON, "audio": JSON, "function_call": JSON, "tool_calls": JSON, "reasoning_content": JSON}
+FIELDS |= {"reasoning": JSON, "reasoning_details": JSON, "thinking": JSON}
 MESSAGES = st.fixed_dictionaries(
     {"role": st.sampled_from(["user", "assistant", "tool", "function", "system", 1, None])},
     optional={"content": CONTENT, **FIELDS},

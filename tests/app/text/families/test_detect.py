@@ -77,10 +77,46 @@ def test_a_template_may_refuse_long_ids():
     assert not found(TOOLS + CALLS.replace("ARGUMENTS", "{{ c.function.arguments | tojson }}")).short_ids
 
 
-def test_a_template_that_refuses_calls_is_left_as_it_is():
-    refusing = "{% for m in messages %}{% if m.tool_calls %}{{ raise_exception('no') }}{% endif %}{% endfor %}"
-    shown = found(TOOLS + refusing + SIMPLE)
-    assert (shown.knows_tools, shown.calls.name, shown.shows_calls, shown.takes_objects) == (True, "hermes", True, True)
+def test_a_template_may_refuse_calls_or_their_results():
+    refusing = "{% for m in messages %}{% if m.WHAT %}{{ raise_exception('no') }}{% endif %}{% endfor %}"
+    shown = found(TOOLS + refusing.replace("WHAT", "tool_calls") + SIMPLE)
+    assert (shown.knows_tools, shown.calls.name, shown.shows_calls, shown.shows_results) == (
+        True,
+        "hermes",
+        False,
+        False,
+    )
+    calls = CALLS.replace("ARGUMENTS", "{{ c.function.arguments | tojson }}")
+    shown = found(TOOLS + refusing.replace("WHAT", "role == 'tool'") + calls)
+    assert (shown.shows_calls, shown.shows_results, shown.takes_objects) == (True, False, True)
+    assert (shown.described["calls"], shown.described["results"]) == ("kept", "refused")
+
+
+def test_a_template_may_leave_results_out():
+    silent = CALLS.replace("ARGUMENTS", "{}").replace("messages", "messages if m.role != 'tool'")
+    shown = found(TOOLS + silent)
+    assert (shown.shows_results, shown.described["results"]) == (False, "lost")
+
+
+@pytest.mark.parametrize(
+    ("shown_as", "field", "beside_text"),
+    [
+        ("{{ m.reasoning_content }}", "reasoning_content", True),
+        ("{{ m.thinking }}", "thinking", True),
+        ("{% if m.role == 'assistant' %}{{ m.reasoning }}{% endif %}", "reasoning", True),
+        ("", "", True),
+        (
+            "{% if m.thinking and m.content and m.tool_calls %}{{ raise_exception('one') }}{% endif %}{{ m.thinking }}",
+            "thinking",
+            False,
+        ),
+    ],
+)
+def test_thoughts_come_back_in_the_field_that_the_template_reads(shown_as, field, beside_text):
+    template = TOOLS + CALLS.replace("ARGUMENTS", "{{ c.function.arguments | tojson }}")
+    shown = found(template.replace("[{{ m.role }}]", "[{{ m.role }}]" + shown_as))
+    assert (shown.thought_field, shown.thinks_beside_text) == (field, beside_text)
+    assert shown.described["thoughts"] == ("kept" if field else "lost")
 
 
 @pytest.mark.parametrize(
