@@ -122,6 +122,7 @@ class ShiftedOn(Draft):
                 *(start - resume + keep for start in all_starts[self.resume_at :]),
             ),
             tail=chat.tail(len(chat.messages) - 1),
+            chat=chat,
             shift=Shifted(stream, all_starts, keep, resume),
         )
 
@@ -140,4 +141,5 @@ def _prompt(draft: Draft, ids: list[int], starts: list[int], base: Base | None) 
         starts=tuple(starts),
         tail=chat.tail(len(chat.messages) - 1),
         answered=chat.answered,
+        chat=chat,
     )

@@ -61,6 +61,22 @@ class RenderedChat:
             return None
         return (parts[0], parts[1]) if len(parts) == 2 else None
 
+    def around_answers(self, count: int) -> list[str] | None:
+        """Return the text around the contents of all answers in messages[:count], rendered with a placeholder in place
+        of each and without thoughts. None if the template does not show each of them exactly once."""
+        marked = [
+            {**without_reasoning(message), "content": self.placeholder}
+            if message.get("role") == "assistant"
+            else message
+            for message in self.messages[:count]
+        ]
+        answers = sum(message.get("role") == "assistant" for message in marked)
+        try:
+            parts = self.render(marked).split(self.placeholder)
+        except TemplateError:
+            return None
+        return parts if len(parts) == answers + 1 else None
+
     def content(self, turn: int) -> str:
         content = self.messages[turn].get("content")
         return content if isinstance(content, str) else ""

@@ -12,7 +12,9 @@ prompt always decode to the text that the template renders, with two exceptions,
 
 - A template that renders an answer in another way than it was generated (it strips the thinking, trims white space,
   opens a thinking block in new prompts only) does not change history. An answer that came back unchanged keeps the ids
-  it was generated with, and so its KV.
+  it was generated with, and so its KV. The same holds for all steps of an agent's turn, whose thoughts a template
+  strips, or the client leaves out, when the next message of a user comes. What stands around the answers has to be
+  rendered as it was.
 - Special tokens that the model generated inside an answer stay too, though its text does not show them. At its end
   they are dropped, unless they mark a call: the template writes its own end of turn.
 """
@@ -22,10 +24,11 @@ import secrets
 import threading
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from reprise.app.conversations.digests import Message, canonical, digest, link, without_reasoning
+from reprise.app.conversations.digests import REASONING, Message, canonical, digest, link, without_reasoning
 from reprise.app.conversations.drafts import Continued, Draft, ShiftedOn, Whole
 from reprise.app.conversations.known_chains import RecentChains
 from reprise.app.conversations.prepared_prompt import PreparedPrompt
@@ -34,6 +37,7 @@ from reprise.app.conversations.splice import Candidate, common_chars, shifted, s
 from reprise.app.conversations.transcript_rows import Exported
 from reprise.app.conversations.transcript_store import NewAnswer, RecordedAnswer, TranscriptStore
 from reprise.app.text.message_bounds import MessageBounds
+from reprise.app.text.template import TemplateError
 
 MAX_LOOKUPS = 512  # answers of a request, from the last one back, that are looked up
 MAX_ATTEMPTS = 4  # candidates whose text is compared
@@ -135,8 +139,11 @@ class Transcripts:
             text=text,
             ends=array("I", text_ends),
         )
+        without_thoughts = _without_thoughts(prompt, new, answer)
         with self._lock:
             self._store.add(prompt, new, now=now)
+            if without_thoughts is not None:
+                self._store.add(*without_thoughts, now=now)
 
     def keep(self, session_id: str, *, tenant: str, ttl_s: float | None) -> None:
         """Keep what a tenant has recorded under this id, with or without salts, for `ttl_s` after its last use; None:
@@ -301,6 +308,28 @@ class Transcripts:
                 attempts += 1
                 if attempts == MAX_ATTEMPTS:
                     return
+
+
+def _without_thoughts(
+    prompt: PreparedPrompt, new: NewAnswer, answer: Message
+) -> tuple[PreparedPrompt, NewAnswer] | None:
+    """Return the end of an agent's turn as a client sends it back that leaves the thoughts of all steps out from then
+    on. None if there are none, or the turn is not over."""
+    chat = prompt.chat
+    if chat is None or prompt.shift is not None or answer.get("tool_calls"):
+        return None
+    if not any(name in message for message in chat.messages for name in REASONING):
+        return None
+    messages = [without_reasoning(message) for message in chat.messages]
+    try:
+        text = chat.render(messages)
+    except TemplateError:
+        return None
+    chain = chat.chain[0]
+    for message in messages:
+        chain = link(chain, message)
+    bare = link(chain, without_reasoning(answer))
+    return replace(prompt, chain=chain, chars=len(text), text_digest=digest(text)), replace(new, chain=bare, bare=bare)
 
 
 def _new_session_id() -> str:
