@@ -25,6 +25,7 @@ class Draft(ABC):
     known_tokens: int  # number of tokens of the prompt before `rest`
     rest: str  # the end of the chat's text, still to be tokenized
     first: int  # messages[first:] and then the answer begin in `rest`
+    left: str | None  # session that it was expected to go on from whole, and does not; "": unknown; None: no such one
 
     def tokenize(self, bounds: list[int] | None) -> tuple[list[int], list[int]]:
         """Return (ids of `rest`, indices in these ids). The indices are where the messages from number `first` on

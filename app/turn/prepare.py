@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from reprise.app.conversations.offered import Offered
 from reprise.app.conversations.prepared_prompt import PreparedPrompt
 from reprise.app.conversations.text_thread import TextThread
 from reprise.app.errors import cannot_be_shortened, invalid
@@ -136,13 +137,18 @@ async def prepare_chat(
     if request.may_have_form:
         grammar, grammar_param = await grammar_of(request, form), param_of(request)
     kept = request.messages[:-1] if request.continue_final_message else request.messages
-    tools = [tool.as_rendered() for tool in request.tools] if request.tools else None
+    # A client with another salt must not even learn that another had the same conversation.
+    domain = f"{tenant}/{request.salt}" if request.salt else tenant
+    offered = None
+    if request.tools:
+        offered = Offered.of([tool.as_rendered() for tool in request.tools], tenant=domain)
+    tools = None if offered is None else offered.tools
     messages, shown_tools = form.prompt([message.as_rendered() for message in kept], tools)
+    added = len(messages) - len(kept)  # a system message of ours, with the tools
     with _refusing(limits, model.max_context):
         prompt = await transcripts.prepare(
             tokenizer=tokenizer,
-            # A client with another salt must not even learn that another had the same conversation.
-            tenant=f"{tenant}/{request.salt}" if request.salt else tenant,
+            tenant=domain,
             model=model.fingerprint,
             messages=messages,
             tools=shown_tools,
@@ -152,6 +158,8 @@ async def prepare_chat(
             client_shift=cache.client_shift if request.client_shift is None else request.client_shift,
             max_tokens=limits.prompt - 1,
             max_newest_tokens=min(limits.prompt, model.max_context) - 1,
+            offered=offered,
+            added=added,
         )
     prefix = request.messages[-1].content if request.continue_final_message else ""
     prefix_ids = tokenizer.encode_plain(prefix, follows=True) if prefix else []
@@ -173,7 +181,6 @@ async def prepare_chat(
     # More than the window is no answer; nor is what is so long that tokenizing it would cost more than it could save.
     expected = expected[: model.max_context * _PREDICTED_CHARS]
     prediction = await asyncio.to_thread(tokenizer.encode_plain, expected, follows=True) if expected else []
-    added = len(messages) - len(kept)  # a system message of ours, with the tools
     cut = prompt.shift
     return Prepared(
         request=request,

@@ -108,6 +108,7 @@ def test_the_next_user_message_keeps_every_step_as_it_was_generated(template: st
         assert following.spliced_tokens == len(agent.kept)
         rest = agent.client.text(following.token_ids[len(agent.kept) :])
         assert rest.startswith("<|im_end|>\n<|im_start|>user\nand then?<|im_end|>\n<|im_start|>assistant\n")
+        assert following.diverged is None
 
 
 @CLIENTS
@@ -142,6 +143,8 @@ def test_a_change_in_the_past_still_diverges_there(index: int, message: dict) ->
     assert shown[index] == f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n"
     common = next(n for n, (a, b) in enumerate(zip(prompt.token_ids, before.token_ids, strict=False)) if a != b)
     assert before.starts[index] < common < before.starts[index + 1]
+    assert prompt.diverged is not None
+    assert (prompt.diverged.message, prompt.diverged.token) == (index, common)
 
 
 def test_where_the_template_changes_the_prompt_truly_it_is_computed_from_there() -> None:
@@ -150,6 +153,8 @@ def test_where_the_template_changes_the_prompt_truly_it_is_computed_from_there()
     messages = [*agent.messages, user("and then?")]
     prompt = agent.client.ask(messages)
     assert agent.client.text(prompt.token_ids) == agent.client.rendered(messages)
+    assert prompt.diverged is not None
+    assert prompt.diverged.where in ("template", "reasoning_content")
 
 
 def test_an_edited_last_answer_keeps_the_steps_before_it() -> None:
