@@ -33,7 +33,7 @@ from reprise.app.conversations.digests import REASONING, Message, canonical, dig
 from reprise.app.conversations.divergence import Change, Divergence, explain
 from reprise.app.conversations.drafts import Continued, Draft, ShiftedOn, Whole
 from reprise.app.conversations.known_chains import RecentChains
-from reprise.app.conversations.offered import Offered
+from reprise.app.conversations.offered import Offered, Tools
 from reprise.app.conversations.outline import Asked, outline_of, tail_of
 from reprise.app.conversations.outline_table import NewOutline
 from reprise.app.conversations.prepared_prompt import PreparedPrompt
@@ -169,6 +169,12 @@ class Transcripts:
             self._store.add(prompt, new, now=now, outline=self._outline(prompt, answer))
             if without_thoughts is not None:
                 self._store.add(*without_thoughts, now=now)
+
+    def tools(self, key: bytes) -> Tools | None:
+        """Return the tools of a recorded request with their keys in the order in which they came first. key: see
+        `reprise.app.conversations.offered`."""
+        with self._lock:
+            return self._store.tools(key)
 
     def keep(self, session_id: str, *, tenant: str, ttl_s: float | None) -> None:
         """Keep what a tenant has recorded under this id, with or without salts, for `ttl_s` after its last use; None:

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from reprise.app.conversations.offered import Offered
 from reprise.app.conversations.prepared_prompt import PreparedPrompt
 from reprise.app.conversations.text_thread import TextThread
 from reprise.app.errors import cannot_be_shortened, invalid
@@ -141,7 +140,7 @@ async def prepare_chat(
     domain = f"{tenant}/{request.salt}" if request.salt else tenant
     offered = None
     if request.tools:
-        offered = Offered.of([tool.as_rendered() for tool in request.tools], tenant=domain)
+        offered = await transcripts.first_seen([tool.as_rendered() for tool in request.tools], tenant=domain)
     tools = None if offered is None else offered.tools
     messages, shown_tools = form.prompt([message.as_rendered() for message in kept], tools)
     added = len(messages) - len(kept)  # a system message of ours, with the tools

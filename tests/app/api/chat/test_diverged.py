@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.app.fakes import FakeEngine, Running, in_process, make_settings
+from tests.app.fakes import FakeEngine, Running, in_process, make_settings, write_tokenizer
 
 QUESTION = {"role": "user", "content": "Hello"}
 MORE = {"role": "user", "content": "More"}
@@ -67,3 +67,23 @@ async def test_a_tool_that_changed_is_named(running: Running):
     found = response.json()["x_cache"]["diverged_at"]
     assert (found["message"], found["where"]) == (None, "tools[0].description")
     assert found["sentence"] == "the description of the tool read changed"
+
+
+async def test_tools_in_another_order_of_keys_are_the_same_prompt(tmp_path):
+    directory = write_tokenizer(tmp_path / "model")
+    parameters = {"type": "object", "properties": {"path": {"type": "string", "description": "Where."}}}
+    turned = {"properties": {"path": {"description": "Where.", "type": "string"}}, "type": "object"}
+    engine = FakeEngine(directory=directory)
+    answer = None
+    for offered in (parameters, turned):  # each by a server of its own
+        async with in_process(engine, make_settings(tmp_path / "state", cache={"truncation": "auto"})) as running:
+            messages = [QUESTION] if answer is None else [QUESTION, answer, MORE]
+            for given in (offered, parameters, turned):
+                response = await running.chat(messages=messages, tools=[tool(parameters=given)])
+                assert response.json()["x_cache"]["diverged_at"] is None
+            message = response.json()["choices"][0]["message"]
+            answer = {"role": "assistant", "content": message["content"]}
+    first, later = engine.submitted[:3], engine.submitted[3:]
+    for submitted in (first, later):
+        assert submitted[0].token_ids == submitted[1].token_ids == submitted[2].token_ids
+    assert later[0].token_ids[: len(first[0].token_ids)] == first[0].token_ids
