@@ -46,6 +46,7 @@ log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 600.0  # without a sign of life of a load: it is begun anew
 HANG_TIMEOUT_S = 300.0  # without a heartbeat: the engine is restarted
+TRANSCRIPTS_FILE = "transcripts.sqlite3"  # a file in the state directory
 MAX_TRANSCRIPT_BYTES = 256 << 20  # largest file of transcripts
 MAX_ANSWERS_PER_PROMPT = 8  # remembered (n, regenerate)
 MAX_STORED_BYTES = 64 << 20  # most for responses and conversations
@@ -220,7 +221,7 @@ def make_engine(settings: Settings, secret: bytes) -> EngineClient:
 
 def make_transcripts(settings: Settings) -> Transcripts:
     return Transcripts(
-        path=settings.state_dir / "transcripts.sqlite3",
+        path=settings.state_dir / TRANSCRIPTS_FILE,
         max_bytes=MAX_TRANSCRIPT_BYTES,
         ttl_s=settings.cache.ttl_s,
         max_answers_per_prompt=MAX_ANSWERS_PER_PROMPT,

@@ -19,9 +19,10 @@ from reprise.app.cli import fleet_command as fleet_cli
 from reprise.app.cli import keys_command as keys_cli
 from reprise.app.cli.finding import Level
 from reprise.app.cli.ready_panel import panel
+from reprise.app.cli.session_findings import look_at_session
 from reprise.app.conversations.redis_store import RedisStoreUnavailable
 from reprise.app.http.server import HttpServer, log_failure
-from reprise.app.main import create_app
+from reprise.app.main import TRANSCRIPTS_FILE, create_app
 from reprise.app.observe import logs
 from reprise.app.observe.tracing import TracingUnavailable
 from reprise.app.settings.help import ServeCommand, settings_of, tables
@@ -150,12 +151,18 @@ def examine(
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on.")] = None,
     config: Annotated[Path | None, typer.Option(help="TOML file with settings.")] = None,
+    session: Annotated[
+        str | None, typer.Option(metavar="ID", help="Instead, say why turns of this conversation were computed again.")
+    ] = None,
 ) -> None:
     """Check this machine against the settings of `serve`, and say how to fix problems."""
     from reprise.cache.storage.directory_lock import used_by
 
     settings = settings_of(context, config, {"model.source": model, "server.host": host, "server.port": port})
-    findings = doctor.examine(settings, used_by=used_by)
+    if session is not None:
+        findings = list(look_at_session(settings.state_dir / TRANSCRIPTS_FILE, session))
+    else:
+        findings = doctor.examine(settings, used_by=used_by)
     Console(highlight=False).print(doctor.report(findings))
     if any(finding.level is Level.FAIL for finding in findings):
         raise typer.Exit(1)

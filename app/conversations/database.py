@@ -42,9 +42,12 @@ class Database:
     is open is written anew.
     """
 
-    def __init__(self, *, path: Path | None, schema: str, version: int) -> None:
+    def __init__(self, *, path: Path | None, schema: str, version: int, added: str = "") -> None:
+        """Open a file, or a database in memory if `path` is None. added: statements that make what files of this
+        version may lack, such as CREATE TABLE IF NOT EXISTS."""
         self._path = path
         self._schema = schema
+        self._added = added
         self._version = version
         self._file: os.stat_result | None = None  # the file to keep; None: the database is in memory
         self._rewrite_s = 0.0  # when a deleted file may be written anew
@@ -209,14 +212,18 @@ class Database:
         """Make the tables if there are none. Returns False if the tables are those of another version."""
         if db.execute("SELECT 1 FROM sqlite_master").fetchone() is None:
             db.executescript(
-                f"BEGIN IMMEDIATE; {self._schema}; PRAGMA application_id = {APPLICATION_ID};"
+                f"BEGIN IMMEDIATE; {self._schema}; {self._added}; PRAGMA application_id = {APPLICATION_ID};"
                 f" PRAGMA user_version = {self._version}; COMMIT;"
             )
             return True
         if db.execute("PRAGMA application_id").fetchone()[0] != APPLICATION_ID:
             error = sqlite3.DatabaseError("it is another program's database")
             raise _with_code(error, sqlite3.SQLITE_NOTADB)
-        return bool(db.execute("PRAGMA user_version").fetchone()[0] == self._version)
+        is_this = bool(db.execute("PRAGMA user_version").fetchone()[0] == self._version)
+        if is_this:
+            with suppress(sqlite3.OperationalError):  # on a full disk the rest is still read
+                db.executescript(self._added)
+        return is_this
 
 
 def _is_damage(error: Exception) -> bool:

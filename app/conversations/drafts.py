@@ -25,6 +25,7 @@ class Draft(ABC):
     known_tokens: int  # number of tokens of the prompt before `rest`
     rest: str  # the end of the chat's text, still to be tokenized
     first: int  # messages[first:] and then the answer begin in `rest`
+    left: str | None  # session that it was expected to go on from whole, and does not; "": unknown; None: no such one
 
     def tokenize(self, bounds: list[int] | None) -> tuple[list[int], list[int]]:
         """Return (ids of `rest`, indices in these ids). The indices are where the messages from number `first` on
@@ -122,6 +123,7 @@ class ShiftedOn(Draft):
                 *(start - resume + keep for start in all_starts[self.resume_at :]),
             ),
             tail=chat.tail(len(chat.messages) - 1),
+            chat=chat,
             shift=Shifted(stream, all_starts, keep, resume),
         )
 
@@ -140,4 +142,5 @@ def _prompt(draft: Draft, ids: list[int], starts: list[int], base: Base | None) 
         starts=tuple(starts),
         tail=chat.tail(len(chat.messages) - 1),
         answered=chat.answered,
+        chat=chat,
     )

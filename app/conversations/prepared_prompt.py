@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+from reprise.app.conversations.divergence import Divergence
+from reprise.app.conversations.rendered_chat import RenderedChat
+
 
 @dataclass(frozen=True, slots=True)
 class Base:
@@ -31,6 +34,8 @@ class PreparedPrompt:
     tail: bytes  # digest of the scope and the last message
     shift: "Shifted | None" = None
     answered: bytes = b""  # `chain` of the prompt whose answer is the request's last one; empty: there is none
+    chat: RenderedChat | None = None  # the request
+    diverged: Divergence | None = None  # where and why it left a recorded conversation
 
     @classmethod
     def unrecorded(cls, token_ids: list[int], session_id: str) -> "PreparedPrompt":

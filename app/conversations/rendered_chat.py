@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from reprise.app.conversations.digests import REASONING, Message, canonical, digest, without_reasoning
+from reprise.app.conversations.outline import Asked
 from reprise.app.text.template import TemplateError
 
 _GENERATED = frozenset(("content", "tool_calls", "function_call", *REASONING))
@@ -43,6 +44,7 @@ class RenderedChat:
     placeholder: str  # a word that no message holds and no template changes
     max_tokens: int | None = None  # the most that it may have
     max_newest_tokens: int | None = None  # the most that its last message may have
+    asked: Asked | None = None  # the same request, to be outlined
 
     def render(self, messages: list[Message], opens_answer: bool = True) -> str:
         """Render other messages with the same tools and arguments. Raises TemplateError."""
@@ -61,6 +63,22 @@ class RenderedChat:
             return None
         return (parts[0], parts[1]) if len(parts) == 2 else None
 
+    def around_answers(self, count: int) -> list[str] | None:
+        """Return the text around the contents of all answers in messages[:count], rendered with a placeholder in place
+        of each and without thoughts. None if the template does not show each of them exactly once."""
+        marked = [
+            {**without_reasoning(message), "content": self.placeholder}
+            if message.get("role") == "assistant"
+            else message
+            for message in self.messages[:count]
+        ]
+        answers = sum(message.get("role") == "assistant" for message in marked)
+        try:
+            parts = self.render(marked).split(self.placeholder)
+        except TemplateError:
+            return None
+        return parts if len(parts) == answers + 1 else None
+
     def content(self, turn: int) -> str:
         content = self.messages[turn].get("content")
         return content if isinstance(content, str) else ""
@@ -69,14 +87,24 @@ class RenderedChat:
         """Return whether messages[turn] has calls or reasoning beside its content."""
         return any(self.messages[turn].get(name) for name in _GENERATED if name != "content")
 
+    def hidden_thoughts(self, first: int) -> int:
+        """Return how many of messages[first:] have a thought that the text does not show."""
+        thoughts = (message.get(name) for message in self.messages[first:] for name in REASONING)
+        return sum(isinstance(thought, str) and thought.strip() not in self.text for thought in thoughts)
+
     def tail(self, turn: int) -> bytes:
         """Return the digest of the chat's scope (tenant, model, template and tools) and messages[turn], without the
         messages before. By this digest a conversation is found whose beginning the client has dropped."""
         return digest("tail", self.chain[0], canonical(without_reasoning(self.messages[turn])))
 
     @property
+    def last_answer(self) -> int:
+        """The index of the last answer in the chat; 0 if there is none."""
+        turns = range(len(self.messages) - 1, 0, -1)
+        return next((turn for turn in turns if self.messages[turn].get("role") == "assistant"), 0)
+
+    @property
     def answered(self) -> bytes:
         """The digest of the messages before the last answer in the chat; empty if there is none."""
-        turns = (turn for turn, message in enumerate(self.messages) if message.get("role") == "assistant")
-        last = max(turns, default=0)
+        last = self.last_answer
         return self.chain[last] if last else b""

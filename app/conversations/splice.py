@@ -64,12 +64,17 @@ def changed(chat: RenderedChat, candidate: Candidate) -> Splice | None:
         return None
     head, tail = around
     if candidate.has_same_prompt:
-        if len(head) != answer.prompt_chars:
+        if candidate.is_exact:
+            # A thought in front of its content is of the answer too. The prompt may have opened it, the placeholder
+            # hides it, and the template may write an empty one instead.
+            head = head[: answer.prompt_chars]
+        elif len(head) != answer.prompt_chars:
             return None
     elif not _is_prompt_of(chat, turn, answer, head):
         return None
     end = len(text) - len(tail)
-    if end < len(head) or not text.startswith(head) or not text.endswith(tail):
+    least = answer.prompt_chars if candidate.has_same_prompt else len(head)
+    if end < least or not text.startswith(head) or not text.endswith(tail):
         return None
     if candidate.is_exact:
         return cut(chat.tokenizer, answer, len(answer.text), answer.text, tail)
@@ -107,13 +112,28 @@ def splice_of(chat: RenderedChat, candidate: Candidate) -> Splice | None:
 
 
 def _is_prompt_of(chat: RenderedChat, turn: int, answer: RecordedAnswer, head: str) -> bool:
-    """Return whether the answer was generated from the first `turn` messages, and they are rendered as `head` now. A
-    prompt may end in more than the template puts before an answer: an opened or an empty thinking block."""
+    """Return whether the answer was generated from the first `turn` messages, and `head` stands for the same prompt
+    now. A prompt may end in more than the template puts before an answer: an opened or an empty thinking block. And the
+    template may show less of earlier answers by now: the thoughts of an agent's steps, once a user has said more."""
     try:
         prompt = chat.render(chat.messages[:turn])
     except TemplateError:
         return False
-    return digest(prompt) == answer.prompt_digest and prompt.startswith(head)
+    if digest(prompt) != answer.prompt_digest:
+        return False
+    return prompt.startswith(head) or _shows_other_answers_alone(chat, turn, prompt)
+
+
+def _shows_other_answers_alone(chat: RenderedChat, turn: int, prompt: str) -> bool:
+    """Return whether the template writes the same around the answers before messages[turn] as in `prompt`, which it
+    made of the messages before that. Where it does, only what it shows of these answers differs, and the ids with which
+    they were generated stand for them. Where it does not, the prompt has changed: a template may move the tools to the
+    newest message of a user, or count the messages."""
+    then, now = chat.around_answers(turn), chat.around_answers(len(chat.messages))
+    if then is None or now is None:
+        return False
+    is_same = all(before.startswith(after) for before, after in zip(then, now, strict=False))
+    return is_same and prompt.startswith(now[0]) and chat.text.startswith(now[0])
 
 
 def cut(tokenizer: TextTokenizer, answer: RecordedAnswer, limit: int, shown: str, tail: str) -> Splice:

@@ -9,6 +9,8 @@ from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
+from reprise.app.conversations.first_tools import FirstTools
+from reprise.app.conversations.offered import Offered, Tools
 from reprise.app.conversations.prepared_prompt import PreparedPrompt
 from reprise.app.conversations.transcript_rows import Exported
 from reprise.app.conversations.transcripts import Transcripts
@@ -31,6 +33,7 @@ class TextThread:
         self._transcripts = transcripts
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="text")
         self._long_executor = ThreadPoolExecutor(1, thread_name_prefix="long text")
+        self._first_tools = FirstTools()
         self._turns: WeakValueDictionary[str, asyncio.Lock] = (
             WeakValueDictionary()
         )  # locks of tenants with long prompts
@@ -44,6 +47,13 @@ class TextThread:
         async with self._turns.setdefault(tenant, asyncio.Lock()):
             await loop.run_in_executor(self._executor, _nothing)  # after all that was recorded before
             return await loop.run_in_executor(self._long_executor, call)
+
+    async def first_seen(self, tools: Tools, *, tenant: str) -> Offered:
+        """Return a request's tools with their keys in the order in which this tenant first sent them."""
+        return await self._first_tools.first_seen(tenant, tools, self._find_tools)
+
+    async def _find_tools(self, key: bytes) -> Tools | None:
+        return await asyncio.get_running_loop().run_in_executor(self._executor, self._transcripts.tools, key)
 
     def record(self, prompt: PreparedPrompt, **fields: Any) -> None:
         """Have `Transcripts.record` called, without waiting for it."""

@@ -18,6 +18,10 @@ from typing import Any, TypeVar, cast
 
 from reprise.app.conversations.database import Database
 from reprise.app.conversations.digests import digest
+from reprise.app.conversations.offered import Tools
+from reprise.app.conversations.outline import Asked, Outline
+from reprise.app.conversations.outline_table import SCHEMA as OUTLINES
+from reprise.app.conversations.outline_table import NewOutline, OutlineTable
 from reprise.app.conversations.prepared_prompt import PreparedPrompt
 from reprise.app.conversations.transcript_rows import Exported, TranscriptRow, encode_row, readable
 
@@ -155,7 +159,8 @@ class TranscriptStore:
 
     def __init__(self, *, path: Path | None, max_bytes: int, max_answers_per_prompt: int) -> None:
         """Open the store. max_bytes: bounds the database file with its indexes; the log beside it adds up to 4 MiB."""
-        self._db = Database(path=path, schema=_SCHEMA, version=SCHEMA_VERSION)
+        self._db = Database(path=path, schema=_SCHEMA, version=SCHEMA_VERSION, added=OUTLINES)
+        self._outlines = OutlineTable(self._db)
         self._max_bytes = max_bytes
         self._max_answers = max_answers_per_prompt
         self._hot: OrderedDict[int, History] = OrderedDict()  # by answer id, least recently used first
@@ -214,8 +219,8 @@ class TranscriptStore:
         return full
 
     @_forgiving(lambda: None)
-    def add(self, prompt: PreparedPrompt, answer: NewAnswer, *, now: float) -> None:
-        """Record an answer. Recording the same one again only renews its session."""
+    def add(self, prompt: PreparedPrompt, answer: NewAnswer, *, now: float, outline: NewOutline | None = None) -> None:
+        """Record an answer, and the outline of its request. Recording the same one again only renews its session."""
         with self._db.transaction():
             session = self._session(prompt.tenant, prompt.session_id, now)
             prompt_id, prompt_digest = self._add_prompt(session, prompt)
@@ -227,11 +232,28 @@ class TranscriptStore:
             if self._db.execute("SELECT 1 FROM answers WHERE prompt = ? AND digest = ?", (prompt_id, mark)).fetchone():
                 return
             answer_id = self._insert_answer(session, prompt_id, columns, mark)
+            if outline is not None:
+                self._outlines.put(session, answer_id, outline, now=now)
             self._cap_answers(session, prompt.chain, answer_id)
             self._make_room()
         self._db.shrink(self._max_bytes)
         all_ids, all_starts = prompt.recorded
         self._keep_hot(answer_id, History(array("I", all_ids) + answer.token_ids, array("I", all_starts)))
+
+    @_forgiving(lambda: None)
+    def find_outline(self, asked: Asked, *, session_id: str | None, since: float) -> tuple[int, Outline] | None:
+        """Return (id of its answer, outline) of the recorded request that this one most likely goes on from."""
+        return self._outlines.find(asked, session_id=session_id, since=since)
+
+    @_forgiving(lambda: None)
+    def known_outline(self, asked: Asked, *, session_id: str) -> Outline | None:
+        """Return the outline of the session's request before, whose digests need not be made again."""
+        return self._outlines.known(asked, session_id=session_id)
+
+    @_forgiving(lambda: None)
+    def tools(self, key: bytes) -> Tools | None:
+        """Return a list of tools as it came first, by its key."""
+        return self._outlines.tools(key)
 
     def export(self, session_id: str, *, tenant: str, after: int, most: int) -> Exported:
         """Return the rows of a session's answers recorded after the one with the id `after`, at most the newest `most`.
@@ -427,6 +449,7 @@ class TranscriptStore:
             self._drop_session(row[0])
 
     def _drop_session(self, session: int) -> None:
+        self._outlines.drop(session)
         self._db.execute("DELETE FROM answers WHERE session = ?", (session,))
         self._db.execute("DELETE FROM prompts WHERE session = ?", (session,))
         self._db.execute("DELETE FROM sessions WHERE id = ?", (session,))

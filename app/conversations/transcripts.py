@@ -12,7 +12,9 @@ prompt always decode to the text that the template renders, with two exceptions,
 
 - A template that renders an answer in another way than it was generated (it strips the thinking, trims white space,
   opens a thinking block in new prompts only) does not change history. An answer that came back unchanged keeps the ids
-  it was generated with, and so its KV.
+  it was generated with, and so its KV. The same holds for all steps of an agent's turn, whose thoughts a template
+  strips, or the client leaves out, when the next message of a user comes. What stands around the answers has to be
+  rendered as it was.
 - Special tokens that the model generated inside an answer stay too, though its text does not show them. At its end
   they are dropped, unless they mark a call: the template writes its own end of turn.
 """
@@ -21,24 +23,32 @@ import base64
 import secrets
 import threading
 from array import array
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from reprise.app.conversations.digests import Message, canonical, digest, link, without_reasoning
+from reprise.app.conversations.digests import REASONING, Message, canonical, digest, link, without_reasoning
+from reprise.app.conversations.divergence import Change, Divergence, explain
 from reprise.app.conversations.drafts import Continued, Draft, ShiftedOn, Whole
 from reprise.app.conversations.known_chains import RecentChains
+from reprise.app.conversations.offered import Offered, Tools
+from reprise.app.conversations.outline import Asked, outline_of, tail_of
+from reprise.app.conversations.outline_table import NewOutline
 from reprise.app.conversations.prepared_prompt import PreparedPrompt
 from reprise.app.conversations.rendered_chat import RenderedChat, TextTokenizer
-from reprise.app.conversations.splice import Candidate, common_chars, shifted, splice_of
+from reprise.app.conversations.splice import Candidate, Splice, common_chars, common_ids, shifted, splice_of
 from reprise.app.conversations.transcript_rows import Exported
 from reprise.app.conversations.transcript_store import NewAnswer, RecordedAnswer, TranscriptStore
 from reprise.app.text.message_bounds import MessageBounds
+from reprise.app.text.template import TemplateError
 
 MAX_LOOKUPS = 512  # answers of a request, from the last one back, that are looked up
 MAX_ATTEMPTS = 4  # candidates whose text is compared
 MAX_STREAM_TOKENS = 1 << 18  # a conversation that a client shortens is begun anew when it is longer than that
 MIN_SHIFTED_TOKENS = 128  # four blocks: a shorter rest of a conversation is computed as fast as moved
+EXCERPT_TOKENS = 64  # on either side of the place where a prompt leaves its conversation, to explain it
 _KNOWN_CHAINS_BYTES = 4 << 20  # most for conversations whose next turn is recognised by comparing texts
 _FOR_EVER_S = 1e12
 
@@ -74,6 +84,8 @@ class Transcripts:
         client_shift: bool = False,
         max_tokens: int | None = None,
         max_newest_tokens: int | None = None,
+        offered: Offered | None = None,
+        numbers: Sequence[int] | None = None,
     ) -> PreparedPrompt:
         """Return the token ids of a chat request, and its session: the one given, that of the answer it continues, or a
         new one. With `client_shift` it may also continue a conversation whose earliest messages the client has dropped.
@@ -82,11 +94,15 @@ class Transcripts:
         Raises TemplateError. Raises PromptTooLong for a long text that certainly has more than `max_tokens`, or more
         than `max_newest_tokens` in its last message. This rough test comes before tokenizing: a prompt slightly over
         these limits is prepared, and the caller has to count its ids.
+
+        offered: the request's tools, which `tools` or a message of `messages` renders. numbers: for each
+        message, the index of the client's message that it begins with, or -1. Both only help to explain why a prompt
+        leaves its conversation (`diverged`).
         """
         with self._lock:
-            scope = digest(
-                "scope", tenant, model, tokenizer.template_digest, canonical(tools), canonical(template_args)
-            )
+            tools_text = offered.canonical if offered is not None and tools is offered.tools else canonical(tools)
+            scope = digest("scope", tenant, model, tokenizer.template_digest, tools_text, canonical(template_args))
+            chain = self._chain(scope, messages)
             chat = RenderedChat(
                 tokenizer=tokenizer,
                 tenant=tenant,
@@ -95,10 +111,21 @@ class Transcripts:
                 tools=tools,
                 template_args=template_args,
                 text=tokenizer.render(messages, tools=tools, template_args=template_args, add_generation_prompt=True),
-                chain=self._chain(scope, messages),
+                chain=chain,
                 placeholder=self._placeholder,
                 max_tokens=max_tokens,
                 max_newest_tokens=max_newest_tokens,
+                asked=Asked(
+                    tenant=tenant,
+                    model=model,
+                    template_digest=tokenizer.template_digest,
+                    template_args=template_args,
+                    tools=offered.tools if offered is not None else tools,
+                    tools_key=offered.key if offered is not None else b"",
+                    messages=messages,
+                    chain=chain,
+                    numbers=numbers,
+                ),
             )
         drafts = self._drafts(chat, since=now - self._ttl_s, client_shift=client_shift)
         while True:
@@ -108,6 +135,9 @@ class Transcripts:
             ids, starts = draft.tokenize(bounds)  # without the lock: others go on meanwhile
             if (prompt := draft.finish(ids, starts)) is not None:
                 break
+        if draft.left is not None:
+            with self._lock:
+                prompt = replace(prompt, diverged=self._why(draft, prompt, since=now - self._ttl_s))
         if draft.goes_on is not None:
             with self._lock:
                 self._store.touch(tenant, draft.goes_on, now=now)
@@ -135,8 +165,17 @@ class Transcripts:
             text=text,
             ends=array("I", text_ends),
         )
+        without_thoughts = _without_thoughts(prompt, new, answer)
         with self._lock:
-            self._store.add(prompt, new, now=now)
+            self._store.add(prompt, new, now=now, outline=self._outline(prompt, answer))
+            if without_thoughts is not None:
+                self._store.add(*without_thoughts, now=now)
+
+    def tools(self, key: bytes) -> Tools | None:
+        """Return the tools of a recorded request with their keys in the order in which they came first. key: see
+        `reprise.app.conversations.offered`."""
+        with self._lock:
+            return self._store.tools(key)
 
     def keep(self, session_id: str, *, tenant: str, ttl_s: float | None) -> None:
         """Keep what a tenant has recorded under this id, with or without salts, for `ttl_s` after its last use; None:
@@ -191,6 +230,42 @@ class Transcripts:
         self._known_chains.add(messages, chain, 0 if known is None else turn)
         return chain
 
+    def _outline(self, prompt: PreparedPrompt, answer: Message) -> NewOutline | None:
+        asked = None if prompt.chat is None else prompt.chat.asked
+        if asked is None or not asked.messages:
+            return None
+        known = self._store.known_outline(asked, session_id=prompt.session_id)
+        return NewOutline(
+            asked=asked,
+            outline=outline_of(asked, answer, known=known),
+            tail=tail_of(asked.tenant, asked.messages[-1], answer),
+            why=prompt.diverged,
+        )
+
+    def _why(self, draft: Draft, prompt: PreparedPrompt, *, since: float) -> Divergence | None:
+        """Explain why the prompt leaves the recorded request that it was expected to go on from. None if there is no
+        such request, or the prompt does go on from it."""
+        chat, asked = draft.chat, draft.chat.asked
+        found = None if asked is None else self._store.find_outline(asked, session_id=draft.left, since=since)
+        history = None if found is None else self._store.history(found[0])
+        if asked is None or found is None or history is None:
+            return None
+        was, now = found[1], outline_of(asked)
+        token, end = common_ids(prompt.token_ids, history.ids), len(history.ids)
+        while end and history.ids[end - 1] in chat.tokenizer.special_ids:
+            end -= 1
+        if token >= min(end, len(prompt.token_ids)) and was.model == now.model:
+            return None
+        message = bisect_right(prompt.starts, token) - 1
+        return explain(
+            was,
+            now,
+            was_tools=asked.tools if was.tools == now.tools else self._store.tools(was.tools),
+            now_tools=asked.tools,
+            change=_change(chat, prompt.token_ids, history.ids, token, message if message >= 0 else None),
+            numbers=asked.numbers,
+        )
+
     def _message_bounds(self, draft: Draft) -> list[int] | None:
         chat = draft.chat
         template = chat.tokenizer.template_digest
@@ -216,6 +291,7 @@ class Transcripts:
                     known_tokens=len(history.ids) - len(answer.token_ids) + splice.kept_tokens,
                     rest=splice.rest,
                     first=candidate.turn + 1,
+                    left=None if _keeps_all(chat, candidate, splice) else chat.session_id or nearest[0].session_id,
                     answer=answer,
                     history=history,
                 )
@@ -229,6 +305,7 @@ class Transcripts:
             known_tokens=0,
             rest=chat.text,
             first=0,
+            left=(chat.session_id or (nearest[0].session_id if nearest else "")) if chat.last_answer else None,
             nearest=nearest,
         )
 
@@ -261,6 +338,7 @@ class Transcripts:
                 known_tokens=known_tokens,
                 rest=splice.rest,
                 first=turn + 1,
+                left=None,
                 answer=answer,
                 history=history,
                 kept=kept,
@@ -301,6 +379,52 @@ class Transcripts:
                 attempts += 1
                 if attempts == MAX_ATTEMPTS:
                     return
+
+
+def _keeps_all(chat: RenderedChat, candidate: Candidate, splice: Splice) -> bool:
+    """Return whether a splice keeps all that is recorded of a chat: it is of the last answer, which came back whole or
+    cut by the client."""
+    answer, content = candidate.answer, chat.content(candidate.turn)
+    is_beginning = content != "" and answer.text.startswith(content)
+    is_kept = splice.kept_tokens > 0 or len(answer.token_ids) <= 1
+    return candidate.turn == chat.last_answer and (candidate.is_exact or is_beginning) and is_kept
+
+
+def _without_thoughts(
+    prompt: PreparedPrompt, new: NewAnswer, answer: Message
+) -> tuple[PreparedPrompt, NewAnswer] | None:
+    """Return the end of an agent's turn as a client sends it back that leaves the thoughts of all steps out from then
+    on. None if there are none, or the turn is not over."""
+    chat = prompt.chat
+    if chat is None or prompt.shift is not None or answer.get("tool_calls"):
+        return None
+    if not any(name in message for message in chat.messages for name in REASONING):
+        return None
+    messages = [without_reasoning(message) for message in chat.messages]
+    try:
+        text = chat.render(messages)
+    except TemplateError:
+        return None
+    chain = chat.chain[0]
+    for message in messages:
+        chain = link(chain, message)
+    bare = link(chain, without_reasoning(answer))
+    return replace(prompt, chain=chain, chars=len(text), text_digest=digest(text)), replace(new, chain=bare, bare=bare)
+
+
+def _change(chat: RenderedChat, ids: Sequence[int], recorded: Sequence[int], token: int, message: int | None) -> Change:
+    """Describe the place where two lists of ids differ, with the text around it."""
+    start, end = max(0, token - EXCERPT_TOKENS), token + EXCERPT_TOKENS
+    was, now = (chat.tokenizer.decode(part[start:end], skip_special_tokens=True) for part in (recorded, ids))
+    common = common_chars(was, now)
+    return Change(
+        token=token,
+        message=message,
+        before=now[:common],
+        was=was[common:],
+        now=now[common:],
+        dropped_thoughts=chat.hidden_thoughts(message or 0),
+    )
 
 
 def _new_session_id() -> str:

@@ -185,6 +185,7 @@ function reportOf(chunk) {
   return {
     tokens: tokensOf(chunk.x_cache),
     reasons: chunk.x_cache.miss_reasons,
+    diverged: chunk.x_cache.diverged_at,
     ttft_ms: chunk.timings?.ttft_ms ?? null,
     timings: chunk.timings,
     completion_tokens: chunk.usage?.completion_tokens,

@@ -45,7 +45,7 @@ export function inWords(tokens) {
   return `${percent(cached, whole)} of ${number(whole)} prompt tokens came from the cache`;
 }
 
-/** The line under an answer. `report`: {tokens, ttft_ms, timings, reasons, completion_tokens, stopped}. */
+/** The line under an answer. `report`: {tokens, ttft_ms, timings, reasons, diverged, completion_tokens, stopped}. */
 export function strip(report) {
   const { tokens } = report;
   const parts = SOURCES.filter(({ key }) => tokens[key] > 0);
@@ -75,8 +75,9 @@ function details(report) {
   for (const [reason, count] of Object.entries(report.reasons ?? {})) {
     if (count) rows.push([`computed: ${REASONS[reason] ?? reason}`, `${number(count)} tokens`]);
   }
-  if (!rows.length) return null;
-  const unfolded = h("details", {}, h("summary", {}, "Details"),
+  const why = report.diverged && h("p", { class: "why" }, `Why history was computed again: ${report.diverged.sentence}.`);
+  if (!rows.length && !why) return null;
+  const unfolded = h("details", {}, h("summary", {}, "Details"), why,
     h("dl", {}, rows.map(([label, value]) => h("div", {}, h("dt", {}, label), h("dd", {}, value)))));
   // Those of the last answer would open below the edge.
   unfolded.addEventListener("toggle", () => unfolded.open && unfolded.scrollIntoView({ block: "nearest" }));

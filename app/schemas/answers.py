@@ -32,6 +32,16 @@ class AnthropicError(_Answer):
     error: AnthropicErrorDetail
 
 
+class Diverged(_Answer):
+    """The place where a request left the conversation that it was expected to continue, and why."""
+
+    message: int | None = Field(description="index of the request's message; null: the place is in no message")
+    role: str | None = Field(description="that message's role")
+    where: str = Field(description="what differs, such as `content`, `tools[3].parameters`, `model`")
+    token: int = Field(description="number of the prompt's leading tokens that are as recorded")
+    sentence: str = Field(description="the reason, for people; its words may change")
+
+
 class CacheUse(_Answer):
     """The prompt's tokens by where their KV came from. hbm + dram + disk + redis + computed tokens add up to the prompt
     in the window."""
@@ -66,6 +76,10 @@ class CacheUse(_Answer):
     )
     selector: str = Field(description="what may choose that part (`selector.name`); `none`: all of it is read")
     miss_reasons: dict[str, int] = Field(description="why tokens were computed: reason to number of tokens")
+    diverged_at: Diverged | None = Field(
+        description="where and why the request left the recorded conversation that it seems to continue; null: it did"
+        " not, or there is none"
+    )
     load_ms: float | None = Field(description="how long loading the request's KV took")
     ttft_target_ms: float | None = Field(
         description="target for the first token (`ttft_ms` of the request or its key); null: none"

@@ -136,7 +136,12 @@ async def prepare_chat(
     if request.may_have_form:
         grammar, grammar_param = await grammar_of(request, form), param_of(request)
     kept = request.messages[:-1] if request.continue_final_message else request.messages
-    tools = [tool.as_rendered() for tool in request.tools] if request.tools else None
+    # A client with another salt must not even learn that another had the same conversation.
+    domain = f"{tenant}/{request.salt}" if request.salt else tenant
+    offered = None
+    if request.tools:
+        offered = await transcripts.first_seen([tool.as_rendered() for tool in request.tools], tenant=domain)
+    tools = None if offered is None else offered.tools
     shown, shown_tools = form.prompt([message.as_rendered() for message in kept], tools)
     added = len(shown) - len(kept)  # a system message of ours, with the tools
     in_order = form.ordered(shown, shown_tools)
@@ -144,8 +149,7 @@ async def prepare_chat(
     with _refusing(limits, model.max_context):
         prompt = await transcripts.prepare(
             tokenizer=tokenizer,
-            # A client with another salt must not even learn that another had the same conversation.
-            tenant=f"{tenant}/{request.salt}" if request.salt else tenant,
+            tenant=domain,
             model=model.fingerprint,
             messages=messages,
             tools=shown_tools,
@@ -158,6 +162,8 @@ async def prepare_chat(
             client_shift=cache.client_shift if request.client_shift is None else request.client_shift,
             max_tokens=limits.prompt - 1,
             max_newest_tokens=min(limits.prompt, model.max_context) - 1,
+            offered=offered,
+            numbers=_numbers(places[added:], len(messages)),
         )
     prefix = request.messages[-1].content if request.continue_final_message else ""
     prefix_ids = tokenizer.encode_plain(prefix, follows=True) if prefix else []
@@ -196,6 +202,15 @@ async def prepare_chat(
         shift=None if cut is None else Shift(stream=cut.stream + prefix_ids, keep=cut.keep, resume=cut.resume),
         prediction=prediction[: model.max_context],
     )
+
+
+def _numbers(places: Sequence[int], count: int) -> list[int]:
+    """Return, for each of `count` messages of a prompt, the index of the first request's message in it, or -1. places:
+    for each message of the request, the one that holds it."""
+    numbers = [-1] * count
+    for number, place in reversed(list(enumerate(places))):
+        numbers[place] = number
+    return numbers
 
 
 @contextmanager

@@ -57,6 +57,18 @@ def test_an_answer_streams_in_and_says_where_its_history_came_from(page: Any, se
     assert "Answer complete" in page.locator("#announce").inner_text()
 
 
+def test_the_details_say_why_history_was_computed_again(page: Any, server: Served) -> None:
+    send(page, "One")
+    send(page, "Two")
+    assert "Why history" not in page.locator("#thread").inner_text()
+    page.get_by_role("button", name="System prompt and sampling").click()
+    page.get_by_label("System prompt", exact=True).fill("Be brief.")
+    page.get_by_role("button", name="Done").click()
+    answer = send(page, "Three")
+    answer.get_by_text("Details").click()
+    assert "Why history was computed again: a system prompt was added." in answer.inner_text()
+
+
 def test_what_is_sent_is_the_conversation_with_its_session_and_settings(page: Any, server: Served) -> None:
     page.get_by_role("button", name="System prompt and sampling").click()
     page.get_by_label("System prompt", exact=True).fill("Be brief.")

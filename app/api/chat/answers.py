@@ -1,6 +1,7 @@
 """Builds OpenAI's chat answers from generations, with Reprise's own fields `x_cache` and `timings`."""
 
 from collections.abc import Container, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from reprise.app.api.custom_input import CustomInput, input_of
@@ -188,6 +189,7 @@ def _cached_tokens(report: TokensBySource | None, prompt_tokens: int) -> int:
 def ours(generation: Generation) -> dict[str, Any]:
     """Return `timings` and `x_cache` of the first choice, which alone pays for the prompt."""
     fields: dict[str, Any] = {"timings": timings(generation)}
+    diverged = generation.prompt.diverged
     if (report := generation.report) is not None:
         fields["x_cache"] = {
             "session_id": generation.prompt.session_id,
@@ -202,6 +204,7 @@ def ours(generation: Generation) -> dict[str, Any]:
             "selected_tokens": report.selected_tokens,
             "selector": generation.selector,
             "miss_reasons": report.miss_reasons,
+            "diverged_at": None if diverged is None else asdict(diverged),
             "load_ms": fields["timings"]["load_ms"],
             "ttft_target_ms": generation.ttft_target_ms,
             "ttft_target_made": generation.made_target,

@@ -42,6 +42,18 @@ def test_what_was_written_is_there_after_reopening(path):
     assert notes(open_db(path)) == ["one", "two"]
 
 
+def test_tables_that_were_added_since_are_made_in_an_old_file(path):
+    db = open_db(path)
+    write(db, "one")
+    db.close()
+    added = "CREATE TABLE IF NOT EXISTS more (text TEXT)"
+    for _ in range(2):
+        db = Database(path=path, schema=SCHEMA, version=1, added=added)
+        db.execute("INSERT INTO more VALUES ('two')")
+        assert notes(db) == ["one"]
+        db.close()
+
+
 def test_files_are_private(path):
     db = open_db(path)
     write(db, "one")
