@@ -40,6 +40,7 @@ class Found:
 
     calls: Family = OWN
     thoughts: Thoughts | None = THINK
+    thinks: bool = False  # there was a sign of thoughts; without one a leading <think> is read as a thought too
     knows_tools: bool = False  # it renders tools
     tools_in_system: bool = False  # it renders those that a system message brings, in a field `tools`, as JSON
     shows_calls: bool = True  # it renders earlier calls
@@ -57,7 +58,8 @@ def find(render: Render | None, tokens: Iterable[str], *, calls: str = AUTO, tho
         if thoughts == AUTO and family.thoughts:
             thoughts = family.thoughts
     if thoughts != AUTO:
-        found = replace(found, thoughts=None if thoughts == NONE else THOUGHTS[thoughts])
+        marks = None if thoughts == NONE else THOUGHTS[thoughts]
+        found = replace(found, thoughts=marks, thinks=marks is not None)
     return found
 
 
@@ -87,8 +89,13 @@ def _examined(render: Render, tokens: str) -> Found:
         text([_USER, {"role": "assistant", "content": "Yes.", "reasoning_content": "Hm."}, _USER], None, **_THINKING),
         called,
     )
+    thoughts = _thoughts(shown, family, tokens)
     return replace(
-        found, calls=family, short_ids=found.short_ids or family.short_ids, thoughts=_thoughts(shown, family, tokens)
+        found,
+        calls=family,
+        short_ids=found.short_ids or family.short_ids,
+        thoughts=thoughts or THINK,  # a model may think though its template does not say so
+        thinks=thoughts is not None,
     )
 
 
@@ -132,15 +139,15 @@ def _common_chars(a: str, b: str) -> int:
     return next((place for place, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-def _thoughts(shown: Iterable[str], family: Family, tokens: str) -> Thoughts:
+def _thoughts(shown: Iterable[str], family: Family, tokens: str) -> Thoughts | None:
+    """Return the marks of which there is a sign."""
     text = "\n".join(shown)
     by_text = next((each for each in THOUGHTS.values() if each.open in text), None)
     if by_text is not None:
         return by_text
     if family.thoughts:
         return THOUGHTS[family.thoughts]
-    # A model may think though its template does not say so.
-    return next((each for each in THOUGHTS.values() if each.open in tokens), THINK)
+    return next((each for each in THOUGHTS.values() if each.open in tokens), None)
 
 
 def as_system_tools(system: Message | None, tools: list[dict[str, Any]]) -> Message:
