@@ -269,3 +269,13 @@ def test_what_exactness_can_be_had(
 ) -> None:
     monkeypatch.setattr(doctor, "_cpu_flags", lambda: flags)
     assert look(tmp_path, model={"exact": exact, "dtype": dtype})["exact"].level is level
+
+
+def test_a_window_too_small_for_agents_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "memory", lambda: Memory(512 * GIB, 448 * GIB))
+    found = look(tmp_path, model={"source": "bundled"})["agents"]
+    assert (found.level, found.found) == (
+        "note",
+        "window 1,024: too small for most coding agents; Qwen Code sends 19,000 tokens first",
+    )
+    assert "agents" not in look(tmp_path, model={"source": str(llama_8b(tmp_path / "llama"))})
