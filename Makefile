@@ -121,11 +121,14 @@ gpu-day-preflight:  ## gpu-day-dry under the versions of the card's machine, in 
 gpu-day-dry: setup  ## the same on the CPU with a tiny model, so that it still runs when there is a GPU
 	@$(BIN)/python -m benchmarks.gpu_day --out build/gpu_day_dry --dry $(ARGS)
 
-test-clients: setup  ## other people's clients against a real server; installs them in .venv/clients
+test-clients: setup  ## other people's clients and agents against a real server; installs them in .venv/clients
 	@test -x $(VENV)/clients/bin/python || $(PYTHON) -m venv $(VENV)/clients
 	@$(VENV)/clients/bin/python -m pip install --quiet -r tests/clients/requirements.txt
-	@! command -v npm >/dev/null || npm --prefix tests/clients/node install --silent --no-package-lock
-	@$(VENV)/clients/bin/python -m pytest -c tests/clients/pytest.ini --confcutdir tests/clients tests/clients $(ARGS)
+	@! command -v npm >/dev/null || npm --prefix tests/clients/node install --silent --no-package-lock \
+	  || echo "the libraries for Node are left out: npm could not install them"
+	@$(VENV)/clients/bin/python tests/clients/coding_agents.py $(VENV)/clients/agents
+	@tests/clients/alone.sh $(VENV)/clients/bin/python -m pytest -c tests/clients/pytest.ini --confcutdir tests/clients \
+	  tests/clients $(ARGS)
 
 check: setup  ## formatting, lint, types, import rules, documents
 	@$(BIN)/ruff format --check --quiet .

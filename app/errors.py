@@ -15,6 +15,8 @@ from reprise.engine.process.client import EngineUnavailable
 
 OVERLOADED_HEADER = "x-reprise-overloaded"  # marks a refusal by a server with too many turns, not by one that drains
 
+MAX_NAMES, MAX_NAME_CHARS = 8, 200  # names of models in a message, and how much of each
+
 _TYPES = {401: "authentication_error", 404: "not_found_error", 408: "timeout_error", 429: "rate_limit_error"}
 
 _UNION_TAG = re.compile(r"(?:list|dict|literal|function-[a-z]+|nullable)\[")
@@ -86,8 +88,12 @@ def invalid_grammar(problem: str, param: str) -> ApiError:
     return invalid(f"Invalid '{param}': {problem[:300]}.", param, "invalid_schema")
 
 
-def model_not_found(name: str) -> ApiError:
-    return ApiError(404, f"The model '{name[:200]}' does not exist.", code="model_not_found", param="model")
+def model_not_found(name: str, known: Sequence[str]) -> ApiError:
+    """Return the error for a model that is not served. known: the names of the one that is."""
+    shown = ", ".join(f"'{one[:MAX_NAME_CHARS]}'" for one in known[:MAX_NAMES])
+    more = f" and {len(known) - MAX_NAMES} more" if len(known) > MAX_NAMES else ""
+    message = f"The model '{name[:MAX_NAME_CHARS]}' does not exist; this server has {shown}{more}."
+    return ApiError(404, message, code="model_not_found", param="model")
 
 
 # The errors of prompts that are too long say so in the words of OpenAI and Anthropic. Agents look for these words in

@@ -20,6 +20,7 @@ from typing import Any
 
 from rich.table import Table
 
+from reprise.app.cli.clients.table import word_on_agents
 from reprise.app.cli.expected_sizes import ITEMSIZE, Expected, expected_sizes, model_shape, weights_by_place
 from reprise.app.cli.finding import Finding, Level
 from reprise.app.cli.redis_findings import look_at_redis
@@ -91,6 +92,7 @@ def examine(
         *_processor(settings),
         *_memory(settings, has, expected),
         *look_at_model(settings),
+        *_window(expected),
         *_state(settings, expected, used_by),
         *look_at_redis(settings),
         *_port(settings),
@@ -330,6 +332,12 @@ def _calls(tokenizer: ChatTokenizer) -> Finding:
             "calls", Level.NOTE, f"{found}; its template takes no tools, so the system prompt describes them"
         )
     return Finding("calls", Level.OK, found)
+
+
+def _window(expected: Expected | None) -> Iterator[Finding]:
+    window = 0 if expected is None else min(expected.hbm_tokens, expected.shape.window_tokens)
+    if window and (word := word_on_agents(window)):
+        yield Finding("agents", Level.NOTE, word, "a model with a longer window, or raise model.max_context")
 
 
 def _gguf(file: Path) -> Finding:

@@ -14,9 +14,11 @@ from fastapi import FastAPI
 from rich.console import Console
 
 from reprise.app.cli import cache_command as cache_cli
+from reprise.app.cli import client_command as client_cli
 from reprise.app.cli import doctor
 from reprise.app.cli import fleet_command as fleet_cli
 from reprise.app.cli import keys_command as keys_cli
+from reprise.app.cli.clients.table import word_on_agents
 from reprise.app.cli.finding import Level
 from reprise.app.cli.ready_panel import panel
 from reprise.app.cli.session_findings import look_at_session
@@ -39,6 +41,7 @@ cli = typer.Typer(no_args_is_help=True, help="An LLM server that keeps conversat
 cli.add_typer(cache_cli.cli, name="cache")
 cli.add_typer(keys_cli.cli, name="keys")
 cli.add_typer(fleet_cli.cli, name="fleet")
+cli.command("client")(client_cli.client)
 
 
 def _show_version(wanted: bool) -> None:
@@ -88,6 +91,8 @@ def serve(
             console.print(panel(settings, model, url, keys=len(app.state.keyring), sampling=sampling))
         else:
             log.info("ready", extra={"fields": {"url": url, "model": model.name, "memory_plan": model.memory_plan}})
+            if word := word_on_agents(model.max_context):
+                log.info(word)
 
     server = HttpServer(app, settings, on_ready=on_ready, on_failure=_tell if as_panel else log_failure)
     try:

@@ -5,6 +5,7 @@ from rich.console import Group
 from rich.panel import Panel
 from rich.table import Table
 
+from reprise.app.cli.clients.table import word_on_agents
 from reprise.app.settings.settings import GIB, MIB, Settings
 from reprise.app.turn.sampling import OPENAI, SamplingDefaults
 from reprise.engine.build.resources import memory
@@ -49,6 +50,8 @@ def panel(settings: Settings, model: ModelInfo, url: str, *, keys: int, sampling
     about = Table.grid(padding=(0, 2))
     for name, value in rows.items():
         about.add_row(f"[bold]{name}[/bold]", _escaped(value))
+    if word := word_on_agents(model.max_context):
+        about.add_row("[bold]agents[/bold]", _escaped(word))
     for warning in model.warnings:
         about.add_row("[bold yellow]warning[/bold yellow]", _escaped(warning))
     return Panel(Group(about, "", _plan(model)), title="Reprise is ready", expand=False)

@@ -390,6 +390,11 @@ class Model(_Answer):
     created: int
     owned_by: str
     max_model_len: int
+    context_length: int
+    context_window: int
+    max_output_tokens: int = Field(description="how much of the window to keep free for an answer; it may be longer")
+    meta: dict[str, int]
+    supported_parameters: list[str]
     default_sampling: DefaultSampling
     capabilities: dict[str, bool | str]
     template: dict[str, str]
@@ -398,6 +403,14 @@ class Model(_Answer):
 class ModelList(_Answer):
     object: Literal["list"]
     data: list[Model]
+    models: list[Any] | None = None
+
+
+class Props(_Answer):
+    default_generation_settings: dict[str, int]
+    total_slots: int
+    model_alias: str
+    modalities: dict[str, bool]
 
 
 class Session(_Answer):

@@ -32,6 +32,7 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True)
 
 
+ANY_NAME = "*"  # among a model's aliases
 # The names of `reprise.app.text.families`.
 CallFamily = Literal[
     "auto", "apertus", "command", "deepseek-v3", "deepseek-v3.1", "deepseek-v3.2", "functiongemma", "gemma", "glm",
@@ -48,7 +49,11 @@ class ModelSettings(Section):
         description="directory, .gguf file, hub id or `bundled`; empty: SmolLM2-135M-Instruct if `make setup` has "
         "brought it, else the bundled demonstration",
     )
-    aliases: NameList = Field((), description="further names under which requests may ask for the model")
+    aliases: NameList = Field(
+        (),
+        description="further names under which requests may ask for the model; *: any name, such as those that clients "
+        "have built in",
+    )
     max_context: int = Field(
         0, ge=0, le=1 << 24, description="context window in tokens; 0: what the model was made for"
     )

@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 from reprise.app.errors import model_not_found, unavailable
+from reprise.app.settings.sections import ANY_NAME
 from reprise.app.text.answer_form import AnswerForm
 from reprise.app.text.tokenizer import ChatTokenizer, TokenizerError
 from reprise.app.turn.ports import EnginePort
@@ -37,7 +38,8 @@ class Readiness:
     """The state of the server and its model. One per app, on its event loop."""
 
     def __init__(self, *, engine: EnginePort, aliases: Collection[str], calls: str, thoughts: str) -> None:
-        """Set up. aliases: further names of the model. calls, thoughts: the families in whose form it writes them."""
+        """Set up. aliases: further names of the model; with ANY_NAME among them, any name is one. calls, thoughts: the
+        families in whose form the model writes them."""
         self.model: ModelInfo | None = None  # stays once it is loaded, also while the engine restarts
         self.sampling_defaults: SamplingDefaults = OPENAI  # the model's own, once it is loaded
         self.loaded_s: int = 0  # unix time
@@ -111,6 +113,12 @@ class Readiness:
         assert self._tokenizer is not None
         return self._tokenizer.form.found.described if self._tokenizer.has_chat_template else {}
 
+    @property
+    def takes_chats(self) -> bool:
+        """Whether the model has a chat template. To be asked only once the model is loaded."""
+        assert self._tokenizer is not None
+        return self._tokenizer.has_chat_template
+
     def require_engine(self) -> None:
         """Raise ApiError unless the engine can be asked about sessions. Unlike `require` it also passes while the
         server joins its fleet and does not take turns yet."""
@@ -126,10 +134,16 @@ class Readiness:
         """Return the model, even while no requests are taken. Raises ApiError 503 until it has been loaded once."""
         return self.model if self.model is not None else self.require()[0]
 
+    @property
+    def names(self) -> list[str]:
+        """The model's name and its aliases. To be asked only once the model is loaded."""
+        aliases = (alias for alias in self._aliases if alias != ANY_NAME)
+        return list(dict.fromkeys((self.require_loaded().name, *aliases)))
+
     def find_model(self, name: str | None) -> ModelInfo:
         """Return the model by its name or an alias; without a name, the one that there is. Raises ApiError 404, or 503
         until it has been loaded once."""
         model = self.require_loaded()
-        if name is not None and name != model.name and name not in self._aliases:
-            raise model_not_found(name)
-        return model
+        if name is None or name in self.names or ANY_NAME in self._aliases:
+            return model
+        raise model_not_found(name, self.names)

@@ -97,7 +97,8 @@ class Endpoints:
             of_model.setdefault(self._members.beats[name].fingerprint, []).append(name)
         answers = await self._passing.ask_all(request, of_model.values())
         models = {model["id"]: model for answer in answers for model in answer["data"]}
-        return _json({"object": "list", "data": list(models.values())})
+        others = {name: value for answer in answers for name, value in answer.items() if name not in ("object", "data")}
+        return _json({"object": "list", "data": list(models.values()), **others})
 
     async def sessions(self, request: Request) -> Response:
         """This key's sessions in all caches of the fleet. A session that several replicas have is shown as the replica

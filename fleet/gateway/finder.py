@@ -2,17 +2,18 @@
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from reprise.app.conversations.digests import digest
+from reprise.app.settings.sections import ANY_NAME
 from reprise.fleet.directory_redis import DirectoryUnavailable
 from reprise.fleet.gateway.turn import Turn
 from reprise.fleet.identify import CHARS_PER_TOKEN, runs_at
 from reprise.fleet.keys import SessionName
 from reprise.fleet.members import Members
-from reprise.fleet.records import Record
+from reprise.fleet.records import Heartbeat, Record
 from reprise.fleet.routing import Question, Router
 
 MAX_PINS = 1 << 16  # conversations of which a gateway remembers where it sent them last
@@ -160,9 +161,9 @@ class Finder:
     def _fingerprints(self, model: str) -> list[str]:
         """Return the fingerprints of the models that a name may mean; all if no replica serves that name, so that a
         replica refuses."""
-        beats = self._members.beats.values()
-        named = [beat for beat in beats if beat.fingerprint and (beat.model == model or model in beat.aliases)]
-        found = dict.fromkeys(beat.fingerprint for beat in named or beats if beat.fingerprint)
+        beats = self._members.beats
+        named = [beats[name] for name in _serving(model, beats) if beats[name].fingerprint]
+        found = dict.fromkeys(beat.fingerprint for beat in named or beats.values() if beat.fingerprint)
         return list(found)[:MAX_FINGERPRINTS]
 
     def _others(self, model: str, fingerprint: str) -> frozenset[str]:
@@ -173,14 +174,11 @@ class Finder:
         key = (model, fingerprint)
         if key not in self._foreign:
             beats = self._members.beats
-            serving = {
-                name
-                for name, beat in beats.items()
-                if (beat.model == model or model in beat.aliases) and fingerprint in ("", beat.fingerprint)
-            }
-            if not serving:
-                return frozenset()  # not kept: clients may ask for any number of names
-            self._foreign[key] = frozenset(beats.keys() - serving)
+            serving = {name for name in _serving(model, beats) if fingerprint in ("", beats[name].fingerprint)}
+            foreign = frozenset(beats.keys() - serving) if serving else frozenset()
+            if not any(_has_name(beats[name], model) for name in serving):
+                return foreign  # not kept: clients may ask for any number of names
+            self._foreign[key] = foreign
         return self._foreign[key]
 
     def _keep_pin(self, turn: Turn, replica: str) -> None:
@@ -189,6 +187,17 @@ class Finder:
         self._pins.move_to_end(key)
         if len(self._pins) > MAX_PINS:
             self._pins.popitem(last=False)
+
+
+def _has_name(beat: Heartbeat, model: str) -> bool:
+    return beat.model == model or model in beat.aliases
+
+
+def _serving(model: str, beats: Mapping[str, Heartbeat]) -> list[str]:
+    """Return the replicas that serve a model: those that have its name, else those whose model takes any name. model:
+    "" where a request names none, which is the name of no model."""
+    named = [name for name, beat in beats.items() if _has_name(beat, model)]
+    return named or [name for name, beat in beats.items() if model and ANY_NAME in beat.aliases]
 
 
 def _pin(turn: Turn) -> str:

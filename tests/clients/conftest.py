@@ -1,59 +1,40 @@
-"""Starts one real server with the bundled model for all clients. `make test-clients` runs these tests in an environment
-of their own; `make test` does not collect them, and they import nothing of the project."""
+"""Starts one real server with the bundled model for all libraries, and one with a scripted model for all agents. `make
+test-clients` runs these tests in an environment of their own; `make test` does not collect them, and they import
+nothing of the project."""
 
-import os
-import shlex
-import socket
 import subprocess
-import time
-import urllib.request
 from collections.abc import Iterator
 
 import pytest
-from the_server import KEY, ROOT
+from the_server import KEY, PYTHON, ROOT, RunningServer, running_server
 
-START_S = 180.0
+REPORT: list[str] = []  # lines that are shown at the end
 
 
 @pytest.fixture(scope="session")
 def base_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """`http://127.0.0.1:PORT`, with the key KEY."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    program = shlex.split(os.environ.get("REPRISE", str(ROOT / ".venv" / "bin" / "reprise")))
-    command = [
-        *program,
-        "serve",
-        "--model",
-        "bundled",
-        "--port",
-        str(port),
-        "--cache.disk_dir",
-        str(tmp_path_factory.mktemp("state")),
-    ]
-    command += ["--server.api_keys", KEY, "--scheduler.max_queued", "512"]
-    command += ["--model.dtype", "float32"]  # where the batch has no part in the text
-    log = (tmp_path_factory.mktemp("log") / "server.log").open("w+")
-    server = subprocess.Popen(command, stdout=log, stderr=log)
-    url = f"http://127.0.0.1:{port}"
-    try:
-        end = time.monotonic() + START_S
-        while not _is_ready(url):
-            if server.poll() is not None or time.monotonic() > end:
-                log.seek(0)
-                raise RuntimeError(f"the server did not start:\n{log.read()[-4000:]}")
-            time.sleep(0.2)
-        yield url
-    finally:
-        server.terminate()
-        server.wait(60)
-        log.close()
+    flags = ["--model", "bundled", "--server.api_keys", KEY, "--scheduler.max_queued", "512"]
+    flags += ["--model.dtype", "float32"]  # where the batch has no part in the text
+    with running_server(tmp_path_factory.mktemp("bundled"), *flags) as server:
+        yield server.url
 
 
-def _is_ready(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"{url}/ready", timeout=2) as response:
-            return bool(response.status == 200)
-    except OSError:
-        return False
+@pytest.fixture(scope="session")
+def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """A server without keys, whose model calls the tools of the client that asks."""
+    directory = tmp_path_factory.mktemp("scripted")
+    model = directory / "scripted"
+    subprocess.run([PYTHON, "-m", "tests.scripted.chain", str(model)], cwd=ROOT, check=True)
+    with running_server(directory, "--model", str(model), "--model.aliases", "*") as server:
+        yield server
+
+
+@pytest.fixture
+def report() -> list[str]:
+    return REPORT
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for line in REPORT:
+        terminalreporter.write_line(line)

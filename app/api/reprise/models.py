@@ -1,9 +1,10 @@
-"""GET /v1/models and /v1/models/{id}."""
+"""GET /v1/models, /v1/models/{id} and /props: what clients read of the model. Each names its window in its own way."""
 
 from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Request
+from pydantic import BaseModel, Field
 
 from reprise.app.api.calls import engine_of, readiness_of, settings_of
 from reprise.app.api.operation import described
@@ -13,24 +14,57 @@ from reprise.app.turn.ports import codec_in_use
 from reprise.app.turn.readiness import Readiness
 from reprise.engine.messages import ModelInfo, Stats
 
+# A client that knows the window keeps so much of it free for an answer: a quarter, and no more than this. A longer
+# answer is given too.
+MAX_RESERVED_TOKENS = 16_384
+# The names of a chat's parameters that clients look for before they send them.
+PARAMETERS = (
+    *("max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "logprobs", "top_logprobs"),
+    *("response_format", "structured_outputs", "reasoning_effort"),
+)
+TOOL_PARAMETERS = ("tools", "tool_choice", "parallel_tool_calls")
+
 router = APIRouter()
 
 
-@router.get("/v1/models", **described("List the model and its aliases", answers.ModelList))
+class ModelsQuery(BaseModel):
+    client_version: str | None = Field(None, description="sent by Codex; adds `models`, empty")
+
+
+@router.get("/v1/models", **described("List the model and its aliases", answers.ModelList, query=ModelsQuery))
 async def list_models(request: Request) -> dict[str, Any]:
-    """Return an entry for the model's name and each alias, with its default sampling, its capabilities and the results
-    of the checks at start. `exact` says whether answers were proven not to depend on which requests run together.
-    `template` says what its chat template does with messages that many templates do not expect."""
+    """Return an entry for the model's name and each alias, with its window under every name that clients look for, its
+    default sampling, its capabilities and the results of the checks at start. `exact` says whether answers were proven
+    not to depend on which requests run together. `template` says what its chat template does with messages that many
+    templates do not expect."""
     readiness, settings = readiness_of(request), settings_of(request)
-    model = readiness.require_loaded()
-    names, stats = dict.fromkeys((model.name, *settings.model.aliases)), engine_of(request).stats
-    return {"object": "list", "data": [_describe(readiness, settings, model, name, stats) for name in names]}
+    model, stats = readiness.require_loaded(), engine_of(request).stats
+    listed = [_describe(readiness, settings, model, name, stats) for name in readiness.names]
+    return {"object": "list", "data": listed, **_for_codex(request)}
+
+
+def _for_codex(request: Request) -> dict[str, Any]:
+    """Return a field without which Codex refuses the list. It stays empty: an entry would have to bring instructions,
+    and these would replace Codex's own."""
+    return {"models": []} if "client_version" in request.query_params else {}
 
 
 @router.get("/v1/models/{name:path}", **described("Get a model", answers.Model))
 async def get_model(request: Request, name: str) -> dict[str, Any]:
     readiness = readiness_of(request)
     return _describe(readiness, settings_of(request), readiness.find_model(name), name, engine_of(request).stats)
+
+
+@router.get("/props", **described("Get the model's window as llama.cpp's server names it", answers.Props))
+async def get_props(request: Request) -> dict[str, Any]:
+    model = readiness_of(request).require_loaded()
+    return {
+        "default_generation_settings": {"n_ctx": model.max_context},
+        "total_slots": settings_of(request).scheduler.max_seqs,
+        "model_alias": model.name,
+        "modalities": {"vision": False, "audio": False},
+    }
 
 
 def _describe(
@@ -43,6 +77,11 @@ def _describe(
         "owned_by": "reprise",
         "root": model.name,
         "max_model_len": model.max_context,
+        "context_length": model.max_context,
+        "context_window": model.max_context,
+        "max_output_tokens": min(model.max_context // 4, MAX_RESERVED_TOKENS),
+        "meta": {"n_ctx": model.max_context, "n_params": model.parameters, "n_vocab": model.vocab_size},
+        "supported_parameters": [*PARAMETERS, *(TOOL_PARAMETERS if readiness.takes_chats else ())],
         "architecture": model.architecture,
         "parameters": model.parameters,
         "num_layers": model.layers,
@@ -57,6 +96,9 @@ def _describe(
             "chat_completions": True,
             "streaming": True,
             "logprobs": True,
+            "tools": readiness.takes_chats,
+            "reasoning": readiness.form.found.thinks,
+            "vision": False,
             "prefix_reuse": settings.cache.mode != "recompute",
             "positions_decoupled": model.decouplable,
             "truncation": _truncation(settings, model),

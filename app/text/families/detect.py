@@ -40,6 +40,7 @@ class Found:
 
     calls: Family = OWN
     thoughts: Thoughts | None = THINK
+    thinks: bool = False  # there was a sign of thoughts; without one a leading <think> is read as a thought too
     knows_tools: bool = False  # it renders tools
     tools_in_system: bool = False  # it renders those that a system message brings, in a field `tools`, as JSON
     calls_in_history: Outcome = Outcome.KEPT  # what becomes of earlier calls
@@ -83,7 +84,8 @@ def find(render: Render | None, tokens: Iterable[str], *, calls: str = AUTO, tho
         if thoughts == AUTO and family.thoughts:
             thoughts = family.thoughts
     if thoughts != AUTO:
-        found = replace(found, thoughts=None if thoughts == NONE else THOUGHTS[thoughts])
+        marks = None if thoughts == NONE else THOUGHTS[thoughts]
+        found = replace(found, thoughts=marks, thinks=marks is not None)
     return found
 
 
@@ -109,12 +111,14 @@ def _examined(render: Render, tokens: str) -> Found:
         probe.text([_USER, {"role": "assistant", "content": "Yes.", "reasoning_content": "Hm."}, _USER], **_THINKING),
         called,
     )
+    thoughts = _thoughts(shown, family, tokens)
     resulted = history if found.shows_results else None
     return replace(
         _with_thoughts(found, probe, tools, history),
         calls=family,
         short_ids=found.short_ids or family.short_ids,
-        thoughts=_thoughts(shown, family, tokens),
+        thoughts=thoughts or THINK,  # a model may think though its template does not say so
+        thinks=thoughts is not None,
         switch=switch_of(probe, tools),
         traits=with_orders(traits, probe, tools=None, called=resulted),
         traits_with_tools=with_orders(traits, probe, tools=tools, called=resulted),
@@ -191,15 +195,15 @@ def _common_chars(a: str, b: str) -> int:
     return next((place for place, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-def _thoughts(shown: Iterable[str], family: Family, tokens: str) -> Thoughts:
+def _thoughts(shown: Iterable[str], family: Family, tokens: str) -> Thoughts | None:
+    """Return the marks of which there is a sign."""
     text = "\n".join(shown)
     by_text = next((each for each in THOUGHTS.values() if each.open in text), None)
     if by_text is not None:
         return by_text
     if family.thoughts:
         return THOUGHTS[family.thoughts]
-    # A model may think though its template does not say so.
-    return next((each for each in THOUGHTS.values() if each.open in tokens), THINK)
+    return next((each for each in THOUGHTS.values() if each.open in tokens), None)
 
 
 def as_system_tools(system: Message | None, tools: Tools) -> Message:

@@ -131,6 +131,8 @@ async def test_what_is_asked_for_is_as_described(running: Running):
     for path, model in (
         ("/v1/models", answers.ModelList),
         ("/v1/models/test-model", answers.Model),
+        ("/v1/models?client_version=1", answers.ModelList),
+        ("/props", answers.Props),
         ("/v1/sessions", answers.SessionList),
         ("/v1/sessions/s", answers.Session),
         ("/v1/cache/stats", answers.CacheStatsObject),

@@ -281,3 +281,13 @@ def test_a_template_that_does_not_take_every_message_is_told(tmp_path: Path) -> 
     found = look(tmp_path, model={"source": str(directory)})["template"]
     assert found.level is Level.NOTE
     assert "refuses a second system message, a system message after others, a user's message after" in found.found
+
+
+def test_a_window_too_small_for_agents_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "memory", lambda: Memory(512 * GIB, 448 * GIB))
+    found = look(tmp_path, model={"source": "bundled"})["agents"]
+    assert (found.level, found.found) == (
+        "note",
+        "window 1,024: too small for most coding agents; Qwen Code sends 19,000 tokens first",
+    )
+    assert "agents" not in look(tmp_path, model={"source": str(llama_8b(tmp_path / "llama"))})

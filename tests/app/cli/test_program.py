@@ -192,6 +192,7 @@ def test_the_plan_names_url_model_and_memory():
         "odd [rope]",
         "none needed",
         "temperature 0.25, top_k 7 where a request says nothing",
+        "window 256: too small for most coding agents; Qwen Code sends 19,000 tokens first",
         "sessions kept 24 h",
     ):
         assert part in text

@@ -127,6 +127,16 @@ async def test_a_turn_stays_with_the_replicas_that_serve_its_model():
     assert (await here.route(turn_of(session_id="s", model="unknown"))).replica == "a", "who says what is wrong"
 
 
+async def test_a_name_that_nobody_has_goes_to_those_who_take_any():
+    here = Here("a")
+    here.hear("b", model="other", fingerprint="aa", aliases=("*",))
+    await here.refresh()
+    for _ in range(5):
+        assert (await here.route(turn_of())).replica == "a", "a name of its own goes before"
+        assert (await here.route(turn_of(model="unknown"))).replica == "b"
+    assert here.finder.cannot_serve("") == frozenset(), "without a name any replica will do"
+
+
 async def test_a_session_stays_with_the_version_of_the_model_that_has_it():
     here = Here("a", "b")
     here.hear("b", fingerprint="aa")

@@ -237,7 +237,9 @@ async def test_a_list_is_what_those_who_answer_have():
 async def test_the_models_of_all_replicas_are_one_list():
     async def models(asked: Asked) -> None:
         port = asked.writer.get_extra_info("sockname")[1]
-        await asked.plain(json.dumps({"object": "list", "data": [{"id": "same"}, {"id": f"m{port}"}]}).encode())
+        listed = {"object": "list", "data": [{"id": "same"}, {"id": f"m{port}"}]}
+        codex = {"models": []} if b"client_version" in asked.target else {}
+        await asked.plain(json.dumps({**listed, **codex}).encode())
 
     async with fleet(a=models, b=models, c=models) as whole:
         whole.hear("b", fingerprint="aa")
@@ -245,6 +247,7 @@ async def test_the_models_of_all_replicas_are_one_list():
         told = (await whole.client.get("/v1/models")).json()
         assert len(told["data"]) == 3
         assert sum(len(replica.asked) for replica in whole.replicas.values()) == 2, "one of each model"
+        assert (await whole.client.get("/v1/models?client_version=1")).json()["models"] == []
         await whole.replicas["a"].stop()
         assert len((await whole.client.get("/v1/models")).json()["data"]) == 3, "another one of its model answers"
 

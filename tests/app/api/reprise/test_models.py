@@ -3,6 +3,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from reprise.app.schemas.chat import ChatCompletionRequest
 from reprise.engine.messages import CodecChecks
 from tests.app.fakes import STATS, FakeEngine, Running, in_process, make_settings, model_info
 
@@ -85,3 +86,50 @@ async def test_a_model_that_is_not_served_is_not_found(running: Running):
     response = await running.http.get("/v1/models/another")
     assert response.status_code == 404
     assert response.json()["error"]["code"] == "model_not_found"
+    assert "'another' does not exist; this server has 'test-model'." in response.json()["error"]["message"]
+
+
+async def test_the_window_has_every_name_that_clients_look_for(running: Running):
+    (listed,) = (await running.http.get("/v1/models")).json()["data"]
+    named = {listed[name] for name in ("max_model_len", "context_length", "context_window")}
+    assert named == {listed["meta"]["n_ctx"]} == {256}
+    assert listed["max_output_tokens"] == 64
+    props = (await running.http.get("/props")).json()
+    assert (props["default_generation_settings"]["n_ctx"], props["model_alias"]) == (256, "test-model")
+
+
+async def test_a_model_says_what_its_requests_may_have(running: Running):
+    (listed,) = (await running.http.get("/v1/models")).json()["data"]
+    assert set(listed["supported_parameters"]) <= ChatCompletionRequest.model_fields.keys()
+    assert {"tools", "tool_choice"} <= set(listed["supported_parameters"])
+    told = listed["capabilities"]
+    assert (told["tools"], told["reasoning"], told["vision"]) == (True, False, False)
+
+
+async def test_a_model_that_thinks_says_so(engine: FakeEngine, tmp_path: Path):
+    async with in_process(engine, make_settings(tmp_path, model={"thoughts": "think"})) as running:
+        (listed,) = (await running.http.get("/v1/models")).json()["data"]
+    assert listed["capabilities"]["reasoning"] is True
+
+
+async def test_codex_finds_the_list_that_it_insists_on(running: Running):
+    told = (await running.http.get("/v1/models?client_version=0.171.0")).json()
+    assert (told["models"], len(told["data"])) == ([], 1)
+    assert "models" not in (await running.http.get("/v1/models")).json()
+
+
+async def test_any_name_may_be_an_alias(engine: FakeEngine, tmp_path: Path):
+    async with in_process(engine, make_settings(tmp_path, model={"aliases": "small, *"})) as running:
+        assert (await running.chat(model="whatever/they-ask")).status_code == 200
+        assert (await running.http.get("/v1/models/whatever")).json()["root"] == "test-model"
+        listed = (await running.http.get("/v1/models")).json()["data"]
+        assert [model["id"] for model in listed] == ["test-model", "small"]
+
+
+async def test_a_refusal_lists_the_names_there_are(engine: FakeEngine, tmp_path: Path):
+    aliases = ", ".join(f"alias-{number}" for number in range(20))
+    async with in_process(engine, make_settings(tmp_path, model={"aliases": aliases})) as running:
+        message = (await running.chat(model="x" * 500)).json()["error"]["message"]
+    assert message.endswith("this server has 'test-model', 'alias-0', 'alias-1', 'alias-2', 'alias-3', 'alias-4', "
+                            "'alias-5', 'alias-6' and 13 more.")  # fmt: skip
+    assert len(message) < 500

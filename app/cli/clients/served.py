@@ -1,0 +1,85 @@
+"""Asks a running server which model it serves, as a client would."""
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+TIMEOUT_S = 10.0
+ANSWER_TIMEOUT_S = 600.0  # a small machine may take minutes for a first prompt
+NO_KEY = "none"  # what clients that insist on a key are given where the server wants none
+
+
+class Unanswered(Exception):
+    """A server that does not answer as it should. The message says what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """The facts of which a client's configuration is made."""
+
+    url: str  # without a slash at its end
+    model: str  # the name that requests give
+    window: int  # tokens
+    output_tokens: int  # how much of the window a client keeps free for an answer
+    thinks: bool
+    key_variable: str  # environment variable that holds the key; "": the server wants none
+
+    @property
+    def base(self) -> str:
+        """The URL below which OpenAI's endpoints are."""
+        return f"{self.url}/v1"
+
+    @property
+    def shell_key(self) -> str:
+        """The key as a shell's word: never the key itself."""
+        return f'"${self.key_variable}"' if self.key_variable else NO_KEY
+
+
+class Server:
+    """A running server. Its methods raise Unanswered."""
+
+    def __init__(self, url: str, key_variable: str) -> None:
+        self._url = url.rstrip("/").removesuffix("/v1")
+        key = os.environ.get(key_variable, "")
+        self._key_variable, self._is_given = key_variable, bool(key)
+        self._headers = {"authorization": f"Bearer {key}"} if key else {}
+
+    def served(self, name: str | None) -> Served:
+        """Return what a client needs to know. name: the model, where several are served."""
+        listed = self._ask("GET", "/v1/models", None, TIMEOUT_S).get("data") or []
+        models = [model for model in listed if name is None or model["id"] == name]
+        if not models and name is not None and listed:
+            models = [self._ask("GET", f"/v1/models/{name}", None, TIMEOUT_S)]
+        if not models:
+            raise Unanswered(f"{self._url} serves no model")
+        model = models[0]
+        window = model.get("context_length") or model.get("max_model_len")
+        if not window:
+            raise Unanswered(f"{self._url} does not say how long the window of {model['id']} is")
+        return Served(
+            url=self._url,
+            model=model["id"],
+            window=window,
+            output_tokens=model.get("max_output_tokens") or window // 4,
+            thinks=bool(model.get("capabilities", {}).get("reasoning")),
+            key_variable=self._key_variable if self._is_given else "",
+        )
+
+    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        return self._ask("POST", path, body, ANSWER_TIMEOUT_S)
+
+    def _ask(self, method: str, path: str, body: dict[str, Any] | None, timeout_s: float) -> dict[str, Any]:
+        try:
+            answer = httpx.request(method, self._url + path, json=body, headers=self._headers, timeout=timeout_s)
+            told = answer.json()
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+            raise Unanswered(f"no server answers at {self._url}: {error}; start one with `reprise serve`") from None
+        if answer.status_code == 401:
+            raise Unanswered(f"the server wants a key: set {self._key_variable}, or name another variable with --key")
+        if answer.status_code != 200 or not isinstance(told, dict):
+            refusal = told.get("error") if isinstance(told, dict) else None
+            message = refusal.get("message") if isinstance(refusal, dict) else None
+            raise Unanswered(message or f"{self._url}{path} answered {answer.status_code}")
+        return told
