@@ -276,7 +276,7 @@ CLIENTS = {
             first_tokens=0,
             form=Lines(),
             config=snippets.ai_sdk,
-            note="npm install ai @ai-sdk/openai-compatible",
+            note="Its packages on npm are ai and @ai-sdk/openai-compatible.",
         ),
         Client(
             name="openai-agents",
@@ -285,7 +285,7 @@ CLIENTS = {
             first_tokens=0,
             form=Lines(),
             config=snippets.openai_agents,
-            note="pip install openai-agents",
+            note="Its package on PyPI is openai-agents.",
         ),
         Client(
             name="langchain",
@@ -294,7 +294,7 @@ CLIENTS = {
             first_tokens=0,
             form=Lines(),
             config=snippets.langchain,
-            note="pip install langchain langchain-openai",
+            note="Its packages on PyPI are langchain and langchain-openai.",
         ),
         Client(
             name="anthropic",
@@ -303,7 +303,7 @@ CLIENTS = {
             first_tokens=0,
             form=Lines(),
             config=snippets.anthropic,
-            note="pip install anthropic",
+            note="Its package on PyPI is anthropic.",
         ),
     )
 }
