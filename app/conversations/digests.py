@@ -9,6 +9,7 @@ Message = dict[str, Any]
 DIGEST_BYTES = 16
 REASONING = ("reasoning_content", "reasoning", "thinking")
 _NEVER_RENDERED = frozenset(("annotations", "cache_control", "refusal"))
+_VERBATIM = frozenset(("arguments", "parameters"))  # of calls and tools: what is in them is the model's and the tools'
 _ENCODE = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode  # json.dumps would build one per call
 
 
@@ -37,7 +38,8 @@ def without_reasoning(message: Message) -> Message:
 
 def canonical(value: object) -> str:
     """Return JSON with sorted keys. Every object loses the fields that are null, [] or {} and those that no template
-    renders, because clients add and drop such fields freely."""
+    renders, because clients add and drop such fields freely. Not so in the arguments of calls and in schemas of tools:
+    another value there is another call or another tool."""
     return _ENCODE(_without_empty(value))
 
 
@@ -46,7 +48,7 @@ def _without_empty(value: object) -> object:
         if all(type(item) is str for item in value.values()) and _NEVER_RENDERED.isdisjoint(value):
             return value  # nothing to leave out: most messages
         return {
-            name: _without_empty(item)
+            name: item if name in _VERBATIM else _without_empty(item)
             for name, item in value.items()
             if name not in _NEVER_RENDERED and item is not None and item != [] and item != {}
         }

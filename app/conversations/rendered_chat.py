@@ -2,12 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Protocol
 
 from reprise.app.conversations.digests import REASONING, Message, canonical, digest, without_reasoning
 from reprise.app.conversations.outline import Asked
 from reprise.app.text.template import TemplateError
 
+MAX_THOUGHTS = 64  # looked for in a text
 _GENERATED = frozenset(("content", "tool_calls", "function_call", *REASONING))
 
 
@@ -88,9 +90,11 @@ class RenderedChat:
         return any(self.messages[turn].get(name) for name in _GENERATED if name != "content")
 
     def hidden_thoughts(self, first: int) -> int:
-        """Return how many of messages[first:] have a thought that the text does not show."""
-        thoughts = (message.get(name) for message in self.messages[first:] for name in REASONING)
-        return sum(isinstance(thought, str) and thought.strip() not in self.text for thought in thoughts)
+        """Return how many thoughts of messages[first:] the text does not show, of the first MAX_THOUGHTS: to look for
+        one may take all of the text."""
+        given = (message.get(name) for message in self.messages[first:] for name in REASONING)
+        thoughts = (thought.strip() for thought in given if isinstance(thought, str))
+        return sum(thought not in self.text for thought in islice(thoughts, MAX_THOUGHTS))
 
     def tail(self, turn: int) -> bytes:
         """Return the digest of the chat's scope (tenant, model, template and tools) and messages[turn], without the

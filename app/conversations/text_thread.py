@@ -42,7 +42,7 @@ class TextThread:
         """Call `Transcripts.prepare`, unless this call is cancelled while it waits."""
         loop = asyncio.get_running_loop()
         call = partial(self._transcripts.prepare, tenant=tenant, messages=messages, **fields)
-        if sum(len(value) for message in messages for value in message.values() if isinstance(value, str)) < LONG_CHARS:
+        if not _is_long(messages):
             return await loop.run_in_executor(self._executor, call)
         async with self._turns.setdefault(tenant, asyncio.Lock()):
             await loop.run_in_executor(self._executor, _nothing)  # after all that was recorded before
@@ -97,6 +97,20 @@ class TextThread:
         await asyncio.to_thread(self._long_executor.shutdown, cancel_futures=True)
         await asyncio.get_running_loop().run_in_executor(self._executor, self._transcripts.close)
         self._executor.shutdown(wait=False)
+
+
+def _is_long(value: object) -> bool:
+    """Return whether a JSON value has LONG_CHARS characters of text or more, wherever they stand."""
+    chars, left = 0, [value]
+    while left and chars < LONG_CHARS:
+        match left.pop():
+            case str(text):
+                chars += len(text)
+            case dict(fields):
+                left += fields.values()
+            case list(items):
+                left += items
+    return chars >= LONG_CHARS
 
 
 def _nothing() -> None:

@@ -12,6 +12,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from reprise.app.errors import ApiError, ClientGone, from_validation, invalid
 from reprise.app.http.content_encoding import decoder_of
+from reprise.app.schemas.fields import is_deeper
 from reprise.app.settings.sections import LimitSettings
 
 MAX_NAMED_FIELDS = 10
@@ -113,7 +114,7 @@ def parse_json(data: bytes) -> dict[str, object]:
 def check_body(body: dict[str, object]) -> None:
     """Check limits that a schema's types and ranges cannot express, before anything is built from the body. Raises
     ApiError 400. Leaves wrong types to the schema."""
-    if _is_deeper(body, MAX_LEVELS):
+    if is_deeper(body, MAX_LEVELS):
         raise invalid(f"The body has more than {MAX_LEVELS} levels.", code="invalid_json")
     for name, most in MAX_NUMBERS.items():
         value = body.get(name)
@@ -124,7 +125,7 @@ def check_body(body: dict[str, object]) -> None:
         if isinstance(value, list) and len(value) > most:
             raise _too_much(name, f"at most {most} items")
     for name, schema in _schemas(body):
-        if _is_deeper(schema, MAX_SCHEMA_LEVELS):
+        if is_deeper(schema, MAX_SCHEMA_LEVELS):
             raise _too_much(name, f"schemas of at most {MAX_SCHEMA_LEVELS} levels")
         if len(msgspec.json.encode(schema)) > MAX_SCHEMA_BYTES:
             raise _too_much(name, f"schemas of at most {MAX_SCHEMA_BYTES} bytes")
@@ -151,21 +152,6 @@ def _at(value: object, *path: str) -> object:
     for key in path:
         value = value.get(key) if isinstance(value, dict) else None
     return value
-
-
-def _is_deeper(value: object, levels: int) -> bool:
-    """Return whether objects and lists are nested more than `levels` deep. Works level by level, without recursion."""
-    layer = [value] if isinstance(value, dict | list) else []
-    for _ in range(levels):
-        if not layer:
-            return False
-        layer = [
-            inner
-            for outer in layer
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
-            if type(inner) is dict or type(inner) is list
-        ]
-    return bool(layer)
 
 
 def warning_header(names: list[str]) -> dict[str, str]:

@@ -79,6 +79,21 @@ def is_finite(value: object) -> bool:
     return not isinstance(value, int) or abs(value) < 1 << 63
 
 
+def is_deeper(value: object, levels: int) -> bool:
+    """Return whether objects and lists are nested more than `levels` deep. Works level by level, without recursion."""
+    layer = [value] if isinstance(value, dict | list) else []
+    for _ in range(levels):
+        if not layer:
+            return False
+        layer = [
+            inner
+            for outer in layer
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if type(inner) is dict or type(inner) is list
+        ]
+    return bool(layer)
+
+
 def _depth(value: object) -> int:
     if isinstance(value, dict):
         return 1 + max((_depth(item) for item in value.values()), default=0)

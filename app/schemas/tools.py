@@ -6,11 +6,12 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from reprise.app.schemas.fields import JsonSchema, Part, is_finite, unsupported
+from reprise.app.schemas.fields import JsonSchema, Part, is_deeper, is_finite, unsupported
 
 MAX_TOOLS = 1024
 MAX_NAME_CHARS = 256
 MAX_ARGUMENT_CHARS = 1 << 20
+MAX_ARGUMENT_LEVELS = 64  # deepest nesting of a call's arguments that a template writes as an object
 CUSTOM_ARGUMENT = "input"  # the one argument of the function that stands for a custom tool
 TOOL_KINDS = frozenset({"function", "custom"})  # types of the tools that a chat can offer
 
@@ -207,12 +208,17 @@ class ToolCall(Part):
 
 
 def rendered_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
-    """Return a call for chat templates, with its arguments as an object if they are valid JSON of one."""
+    """Return a call for chat templates, with its arguments as an object if they are JSON of one that a template can
+    write: not nested too deeply, and without halves of characters."""
+    plain = arguments.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    given: Any = plain
     try:
-        value = json.loads(arguments)
-    except ValueError:
-        value = None
-    given: Any = value if isinstance(value, dict) else arguments
+        value = json.loads(plain)
+        if isinstance(value, dict) and not is_deeper(value, MAX_ARGUMENT_LEVELS) and is_finite(value):
+            json.dumps(value, ensure_ascii=False).encode()
+            given = value
+    except (ValueError, RecursionError):
+        pass
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": given}}
 
 

@@ -28,7 +28,7 @@ class Ordered:
 
 def ordered(messages: list[Message], traits: TemplateTraits) -> Ordered:
     """Return the messages in an order that the template takes; the very list if it takes theirs."""
-    kept: list[Message] = []
+    groups: list[list[Message]] = []  # messages that become one
     places: list[int] = []
     joined = traits.joined
     is_leading = True
@@ -37,12 +37,13 @@ def ordered(messages: list[Message], traits: TemplateTraits) -> Ordered:
         is_leading = is_leading and message["role"] == "system"
         shown = _shown(message, traits, is_leading=is_leading) if message["role"] == "system" else message
         role = shown["role"]
-        if kept and ((is_begun and role == "user") or (kept[-1]["role"], role) in joined):
-            kept[-1] = _joined(kept[-1], shown)
+        if groups and ((is_begun and role == "user") or (groups[-1][0]["role"], role) in joined):
+            groups[-1].append(shown)
         else:
-            kept.append(shown)
-        places.append(len(kept) - 1)
+            groups.append([shown])
+        places.append(len(groups) - 1)
         is_begun = shown is not message
+    kept = [_joined(group) if len(group) > 1 else group[0] for group in groups]
     is_same = len(kept) == len(messages) and all(one is other for one, other in zip(kept, messages, strict=True))
     return Ordered(messages if is_same else kept, tuple(places))
 
@@ -60,12 +61,12 @@ def _as_user(text: str) -> Message:
     return {"role": "user", "content": text}
 
 
-def _joined(first: Message, second: Message) -> Message:
-    """Return one message with the texts, the thoughts and the calls of two. Its other fields are those of the first."""
-    message = dict(first)
+def _joined(group: list[Message]) -> Message:
+    """Return one message with the texts, the thoughts and the calls of all. Its other fields are those of the first."""
+    message = dict(group[0])
     for name in _JOINED_TEXTS:
-        if texts := [text for each in (first, second) if (text := each.get(name))]:
+        if texts := [text for each in group if (text := each.get(name))]:
             message[name] = _SEPARATOR.join(texts)
-    if calls := [call for each in (first, second) for call in each.get("tool_calls", ())]:
+    if calls := [call for each in group for call in each.get("tool_calls", ())]:
         message["tool_calls"] = calls
     return message

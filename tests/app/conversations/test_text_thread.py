@@ -2,7 +2,7 @@ import asyncio
 import threading
 from typing import Any
 
-from reprise.app.conversations.text_thread import LONG_CHARS, TextThread
+from reprise.app.conversations.text_thread import LONG_CHARS, TextThread, _is_long
 
 
 class SlowTranscripts:
@@ -77,3 +77,9 @@ async def test_long_texts_hold_up_neither_short_ones_nor_other_tenants():
     assert await asyncio.gather(*first, other) == ["A0", "A1", "A2", "B"]
     await text.close()
     assert slow.calls == ["prepare a0", "prepare b", "prepare a1", "prepare a2", "close"]
+
+
+def test_long_arguments_of_a_call_make_a_text_long():
+    call = {"id": "call_1", "function": {"name": "save", "arguments": {"text": ["x" * LONG_CHARS]}}}
+    assert _is_long([{"role": "assistant", "content": "", "tool_calls": [call]}])
+    assert not _is_long([{"role": "user", "content": "x" * (LONG_CHARS - len("user") - 1)}])

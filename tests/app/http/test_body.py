@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from reprise.app.errors import ApiError
 from reprise.app.http import body as bodies
-from reprise.app.http.body import _is_deeper, check_body
+from reprise.app.http.body import check_body
+from reprise.app.schemas.fields import is_deeper
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -87,7 +88,7 @@ def depth(value: object) -> int:
 
 @given(value=JSON, levels=st.integers(0, 6))
 def test_levels_are_counted_right(value, levels):
-    assert _is_deeper(value, levels) == (depth(value) > levels)
+    assert is_deeper(value, levels) == (depth(value) > levels)
 
 
 NAMES = ("messages", "input", "items", "n", "logprobs", "stop", "tools", "response_format", "text", "guided_json")
