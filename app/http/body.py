@@ -18,6 +18,11 @@ from reprise.app.settings.sections import LimitSettings
 MAX_NAMED_FIELDS = 10
 MAX_NAME_CHARS = 40  # shown of a name in the warning header
 _JSON_TYPE = re.compile(r"application/(?:[a-z0-9.+-]+\+)?json\s*(?:;|$)", re.IGNORECASE)
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_ESCAPE = re.compile(
+    rb"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(?P<half>u[dD][89a-fA-F][0-9a-fA-F]{2})|.)",
+    re.DOTALL,
+)
 BODY_TIMEOUT_S = 30.0  # for a client to send its body
 MAX_LEVELS = 64  # deepest nesting of a body
 MAX_SCHEMA_LEVELS, MAX_SCHEMA_BYTES = 32, 65_536  # deepest and longest JSON schema of an answer
@@ -100,15 +105,24 @@ def _too_large(max_bytes: int) -> ApiError:
 
 
 def parse_json(data: bytes) -> dict[str, object]:
-    """Return the JSON object in `data`. Raises ApiError for anything else: bad UTF-8, lone surrogates, NaN, or more
-    than 200 levels."""
+    """Return the JSON object in `data`. Half of a character, which clients send that have cut a text inside an emoji,
+    becomes U+FFFD. Raises ApiError for anything else: bad UTF-8, NaN, or more than 200 levels."""
+    data = data.removeprefix(_BYTE_ORDER_MARK)
     try:
-        body = from_json(data, allow_inf_nan=False)
+        try:
+            body = from_json(data, allow_inf_nan=False)
+        except ValueError:
+            body = from_json(_ESCAPE.sub(_whole, data), allow_inf_nan=False)
     except ValueError as error:
         raise invalid(f"The body is not valid JSON: {str(error)[:200]}.", code="invalid_json") from None
     if not isinstance(body, dict):
         raise invalid("The body must be a JSON object.", code="invalid_json")
     return body
+
+
+def _whole(escape: re.Match[bytes]) -> bytes:
+    """Return an escape of JSON as it is, or U+FFFD for half of a character."""
+    return rb"\ufffd" if escape["half"] else escape[0]
 
 
 def check_body(body: dict[str, object]) -> None:

@@ -14,7 +14,7 @@ def plain_path(path: str) -> str:
     """Return the path of the endpoint that a client means."""
     head, named, name = path.partition(_NAMED)
     plain = _SLASHES.sub("/", head + named)
-    if not named:
+    if not name:
         plain = plain.rstrip("/") or "/"
     while plain.startswith("/v1/v1/"):
         plain = plain[len("/v1") :]

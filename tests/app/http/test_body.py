@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from reprise.app.errors import ApiError
 from reprise.app.http import body as bodies
-from reprise.app.http.body import check_body
+from reprise.app.http.body import check_body, parse_json
 from reprise.app.schemas.fields import is_deeper
 
 
@@ -102,3 +102,20 @@ def test_no_body_is_too_odd_to_be_checked(body):
     except ApiError as error:
         refusal = error
     assert refusal is None or refusal.status == 400
+
+
+@pytest.mark.parametrize(
+    ("sent", "read"),
+    [
+        (r"half \ud83d", "half \ufffd"),
+        (r"\udE00 other half", "\ufffd other half"),
+        (r"\ud83d\ud83d\ude00", "\ufffd\U0001f600"),
+        (r"\ud83d\ude00 \\ud83d \n \ud83d", "\U0001f600 \\ud83d \n \ufffd"),
+    ],
+)
+def test_half_of_a_character_becomes_a_mark(sent, read):
+    assert parse_json(b'{"content": "' + sent.encode() + b'"}') == {"content": read}
+
+
+def test_a_byte_order_mark_is_no_part_of_the_body():
+    assert parse_json(b'\xef\xbb\xbf{"a": 1}') == {"a": 1}

@@ -247,7 +247,6 @@ BAD_BODIES: dict[str, tuple[bytes, int, str]] = {
     "a word": (b'"model"', 400, "invalid_json"),
     "NaN": (b'{"temperature": NaN}', 400, "invalid_json"),
     "infinity": (b'{"temperature": -Infinity}', 400, "invalid_json"),
-    "a lone surrogate": (b'{"model": "\\ud800"}', 400, "invalid_json"),
     "no UTF-8": (b'{"model": "\xff\xfe"}', 400, "invalid_json"),
     "a null byte": (b'{"model": "\x00"}', 400, "invalid_json"),
     "UTF-16": ('{"model": "m"}'.encode("utf-16"), 400, "invalid_json"),

@@ -19,6 +19,7 @@ CHAT = {"model": "test-model", "messages": [{"role": "user", "content": "Hello"}
         ("/chat/completions", "/v1/chat/completions"),
         ("/v1/v1/messages", "/v1/messages"),
         ("/models", "/v1/models"),
+        ("/v1/models/", "/v1/models"),
         ("/models/org/name", "/v1/models/org/name"),
         ("/v1/models//data/model/", "/v1/models//data/model/"),  # a model may be called by its path
         ("/v1/sessions/chat", "/v1/sessions/chat"),

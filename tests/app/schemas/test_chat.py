@@ -282,7 +282,6 @@ def test_unknown_fields_are_listed_in_the_order_sent():
         b'"x"',
         b"\xff\xfe",
         b'{"a": NaN}',
-        b'{"a": "\\ud800"}',
         b"[" * 100_000,
         b'{"a":' * 5000,
         b"9" * 9999,
