@@ -9,7 +9,7 @@ Message = dict[str, Any]
 DIGEST_BYTES = 16
 REASONING = ("reasoning_content", "reasoning", "thinking")
 _NEVER_RENDERED = frozenset(("annotations", "cache_control", "refusal"))
-_VERBATIM = frozenset(("arguments", "parameters"))  # of calls and tools: what is in them is the model's and the tools'
+_VERBATIM = frozenset(("arguments", "parameters"))  # a call's arguments and a tool's schema
 _ENCODE = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode  # json.dumps would build one per call
 
 
