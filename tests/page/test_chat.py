@@ -284,7 +284,7 @@ def test_a_refused_message_goes_back_to_the_composer_and_out_of_the_conversation
     composer(page).fill("word " * 20 + "end")
     page.keyboard.press("Enter")
     problem = page.get_by_role("alert")
-    problem.filter(has_text="context window").wait_for()
+    problem.filter(has_text="maximum context length").wait_for()
     assert problem.get_by_role("button").count() == 0, "it would be refused again"
     assert composer(page).input_value().endswith("word end")
     assert page.locator("article").count() == 2
@@ -300,7 +300,7 @@ def test_a_refused_first_message_leaves_no_conversation(page: Any, server: Serve
     server.engine.script.refuse = "context_length_exceeded"
     composer(page).fill("Too long")
     page.keyboard.press("Enter")
-    page.get_by_role("alert").filter(has_text="context window").wait_for()
+    page.get_by_role("alert").filter(has_text="maximum context length").wait_for()
     assert page.locator("#conversations li").count() == 0
     assert page.title() == "Reprise"
     page.reload()
