@@ -53,7 +53,7 @@ class AnswerParser(AnswerWriter):
         self._is_trimmed = False  # whether the text has begun
         self._rejected = 0  # characters of the held text in which no call begins
         self._gap = 0  # characters of white space in the held text, before a marker
-        self._step: Callable[[bool], bool] = self._start
+        self._step = self._start
         if in_thought and thoughts is not None:
             self._begin_thought()
         elif thoughts is None:
@@ -61,10 +61,6 @@ class AnswerParser(AnswerWriter):
 
     def _skip(self, literal: str) -> None:
         self._openings[literal] = [lambda: Skip(literal)]
-
-    def _advance(self, *, final: bool) -> None:
-        while not self.is_stopped and self._step(final):
-            pass
 
     # Each step takes from the held text what can be told, and returns whether another step may take more.
 

@@ -2,13 +2,14 @@
 
 import secrets
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from reprise.app.text.detokenizer import StopFinder
 
 _ID_CHARS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
+_SPARE_IDLE_STEPS = 64  # steps that may take nothing, beside one for each held character
 SHORT_ID_CHARS = 9  # length of the only ids that templates of Mistral's models accept
 
 
@@ -52,13 +53,15 @@ class Wanted:
 class AnswerWriter:
     """Holds an answer's text until a subclass has decided what it is, and collects the parts.
 
-    A subclass implements `_advance`, which takes text from the front of `_held` by `_say` and `_drop`. Special tokens
-    are pushed as marks. A mark that becomes content or reasoning is left out of it. Stop strings count in content
-    alone; after one, all further text is ignored. Positions are in characters of all that was pushed, marks included.
+    A subclass sets `_step` to its first step. A step is given whether no more text will come, takes text from the front
+    of `_held` by `_say` and `_drop`, and returns whether another step may take more. Special tokens are pushed as
+    marks. A mark that becomes content or reasoning is left out of it. Stop strings count in content alone; after one,
+    all further text is ignored. Positions are in characters of all that was pushed, marks included.
     """
 
     def __init__(self, wanted: Wanted, *, short_ids: bool = False) -> None:
         """Set up. short_ids: whether the model's template accepts only ids of SHORT_ID_CHARS letters and digits."""
+        self._step: Callable[[bool], bool]
         self.calls: list[Call] = []
         self.content = ""
         self.reasoning = ""
@@ -116,7 +119,19 @@ class AnswerWriter:
         return self._take_parts()
 
     def _advance(self, *, final: bool) -> None:
-        raise NotImplementedError
+        """Run steps as long as they may take more. Where they go in a circle without taking anything, say one held
+        character as it is, so that each push ends."""
+        num_idle = 0
+        while not self.is_stopped:
+            at = self._at
+            if not self._step(final):
+                return
+            num_idle = num_idle + 1 if self._at == at else 0
+            if num_idle > len(self._held) + _SPARE_IDLE_STEPS:
+                if not self._held:
+                    return
+                self._say(1)
+                num_idle = 0
 
     def _take_parts(self) -> AnswerParts:
         parts, self._parts = self._parts, AnswerParts()

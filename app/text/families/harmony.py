@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +11,12 @@ from reprise.app.text.families.reading import JsonEnd, Reader, Skip
 
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
-_MAX_HEAD_CHARS = 1024
+_MAX_HEAD_CHARS = 1024  # up to `<|message|>`; what is longer is text
 _ENDS = (END, CALL, RETURN, START)
+_CUT_HEAD = re.compile(  # of a message that has not begun: text may mention a mark, but goes on otherwise
+    r"\s*(<\|start\|>\s*\w{0,32})?(\s*to=[^\s<]*)?\s*(<\|channel\|>\s*\w{0,32}(\s*to=[^\s<]*)?\s*)?"
+    r"(<\|constrain\|>\s*\w{0,32}\s*)?(<[|a-z]{0,10})?"
+)
 _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([^\s<]+)")
 
 
@@ -64,15 +67,11 @@ class HarmonyParser(AnswerWriter):
     def __init__(self, wanted: Wanted, *, in_thought: bool) -> None:
         """Set up. in_thought: whether the prompt has already opened a thought."""
         super().__init__(wanted)
-        self._step: Callable[[bool], bool] = self._body if in_thought else self._beginning
+        self._step = self._body if in_thought else self._beginning
         self._is_thought = in_thought
         self._is_call = False
         self._has_text = False  # whether the present message has text
         self._end = JsonEnd()
-
-    def _advance(self, *, final: bool) -> None:
-        while not self.is_stopped and self._step(final):
-            pass
 
     # Each step takes from the held text what can be told, and returns whether another step may take more.
 
@@ -105,13 +104,12 @@ class HarmonyParser(AnswerWriter):
 
     def _header(self, final: bool) -> bool:
         """Read from `<|start|>` or `<|channel|>` to `<|message|>`."""
-        place = self._held.find(MESSAGE)
+        longest = _MAX_HEAD_CHARS + len(MESSAGE)
+        place = self._held.find(MESSAGE, 0, longest)
         if place < 0:
-            if len(self._held) <= _MAX_HEAD_CHARS:
-                return False  # at the end of the answer nothing but a header is lost
-            self._is_thought = self._is_call = False
-            self._step = self._body
-            return True
+            if len(self._held) < longest and (not final or _CUT_HEAD.fullmatch(self._held)):
+                return False
+            return self._give_back()
         header = self._held[:place]
         channel = header.partition(CHANNEL)[2].split(maxsplit=1)
         recipient = _RECIPIENT.search(header)
@@ -126,6 +124,18 @@ class HarmonyParser(AnswerWriter):
         if self._is_call:
             self.begin(name)
             self._end = JsonEnd()
+        self._step = self._body
+        return True
+
+    def _give_back(self) -> bool:
+        """Make content of what looked like a header: first its mark, which would begin a header again."""
+        if self._is_thought or self._is_call:
+            self._has_text = False
+        self._is_thought = self._is_call = False
+        gap = len(self._held) - len(self._held.lstrip())
+        mark = next((mark for mark in (START, CHANNEL) if self._held.startswith(mark, gap)), "")
+        self._separate()
+        self._say(gap + len(mark))
         self._step = self._body
         return True
 

@@ -11,6 +11,7 @@ from enum import Enum, auto
 from typing import Any, Protocol
 
 MAX_HEAD_CHARS = 16_384  # from a marker up to where it is clear that a call begins
+_MAX_IDLE_STEPS = 32  # steps of a reader in a row that may take nothing
 MAX_NAME_CHARS = 512  # the same, for markers that a function's name follows directly
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 _SCALAR = re.compile(r"[^\s,}\]{\[\"]+(?=[\s,}\]])")
@@ -78,12 +79,21 @@ class Steps:
 
     def read(self, text: str, calls: Calls, *, final: bool) -> tuple[int, Progress]:
         self.text, self.at, self.calls, self.final = text, 0, calls, final
-        while (progress := self.step()) is None:
-            pass
+        progress = self._run()
         if not self.has_begun and progress is not Progress.OVER:
             self.step = self.open
             return 0, progress
         return self.at, progress
+
+    def _run(self) -> Progress:
+        """Run steps up to a verdict. Steps that go in a circle without taking anything end the calls."""
+        num_idle = 0
+        while num_idle <= _MAX_IDLE_STEPS:
+            at = self.at
+            if (progress := self.step()) is not None:
+                return progress
+            num_idle = num_idle + 1 if self.at == at else 0
+        return Progress.OVER
 
     def begin(self, name: str, call_id: str = "") -> None:
         self.has_begun = True
