@@ -119,19 +119,19 @@ class _JsonReader(Steps):
         name: str | None = None
         call_id = ""
         while True:
-            place = self._past_space(place)
+            place = self.past_space(place)
             pair = json_string(self.text, place)
             if pair is None:
                 return self.wait(most) if self.text[place : place + 1] in ("", '"') else Progress.TEXT
             key, place = pair
             if not self._is_expected(key):
                 return Progress.TEXT
-            place = self._past_space(place)
+            place = self.past_space(place)
             if place == len(self.text):
                 return self.wait(most)
             if self.text[place] != ":":
                 return Progress.TEXT
-            place = self._past_space(place + 1)
+            place = self.past_space(place + 1)
             if self._shape.is_keyed:
                 name, key = key, self._shape.arguments
             if name is not None and key in _ARGUMENTS and self.text.startswith("{", place):
@@ -150,7 +150,7 @@ class _JsonReader(Steps):
                 call_id = _string(value) or ""
             elif key == "type" and not self._shape.open and value != '"function"':
                 return Progress.TEXT
-            place = self._past_space(end)
+            place = self.past_space(end)
             if place == len(self.text):
                 return self.wait(most)
             if self.text[place] == "}":
@@ -163,11 +163,6 @@ class _JsonReader(Steps):
         if self._shape.is_keyed:
             return self.calls.knows(key)
         return bool(self._shape.open) or key in (*_NAMES, *_ARGUMENTS, *_OTHERS)
-
-    def _past_space(self, place: int) -> int:
-        while place < len(self.text) and self.text[place].isspace():
-            place += 1
-        return place
 
     def _whole(self, end: int) -> Progress | None:
         """Read an object that is complete."""
@@ -199,14 +194,14 @@ class _JsonReader(Steps):
 
     def _rest(self) -> Progress | None:
         """Read the keys after the arguments, and the object's end."""
-        place = self._past_space(self.at)
+        place = self.past_space(self.at)
         if place == len(self.text):
             return Progress.MORE
         if self.text[place] == ",":
-            key = json_string(self.text, self._past_space(place + 1))
+            key = json_string(self.text, self.past_space(place + 1))
             if key is not None:
-                colon = self._past_space(key[1])
-                end = json_end(self.text, self._past_space(colon + 1)) if self.text.startswith(":", colon) else None
+                colon = self.past_space(key[1])
+                end = json_end(self.text, self.past_space(colon + 1)) if self.text.startswith(":", colon) else None
                 if end is not None:
                     self.at = end
                     return None
@@ -217,14 +212,14 @@ class _JsonReader(Steps):
         return self.then(self._after)
 
     def _may_be_key(self, comma: int) -> bool:
-        place = self._past_space(comma + 1)
+        place = self.past_space(comma + 1)
         return self.text[place : place + 1] in ("", '"')
 
     def _after(self) -> Progress | None:
         """Read what follows a call: another one, or the end of them."""
         close = self._shape.close
         place = self.at
-        self.at = self._past_space(self.at)
+        self.skip_space()
         if self.take(close):
             return Progress.OVER
         if self.at == len(self.text) or self.may_become(close):
@@ -236,7 +231,7 @@ class _JsonReader(Steps):
         if char == "{":
             return self.then(self._object)
         if char in _SEPARATORS:
-            following = self._past_space(self.at + 1)
+            following = self.past_space(self.at + 1)
             if following == len(self.text) and not self.final:
                 self.at = place
                 return Progress.MORE

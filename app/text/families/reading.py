@@ -69,6 +69,8 @@ class Steps:
         self.text = ""
         self.at = 0
         self.final = False
+        self._taken = 0  # characters taken by earlier reads
+        self._spaces: dict[int, int] = {}  # where white space that is not taken begins -> how far it has been read
         self.calls: Calls
         self.has_begun = False
         self.step: Callable[[], Progress | None] = self.open
@@ -83,6 +85,9 @@ class Steps:
         if not self.has_begun and progress is not Progress.OVER:
             self.step = self.open
             return 0, progress
+        if self.at:
+            self._taken += self.at
+            self._spaces.clear()
         return self.at, progress
 
     def _run(self) -> Progress:
@@ -105,8 +110,17 @@ class Steps:
         return None
 
     def skip_space(self) -> None:
-        found = SPACE.match(self.text, self.at)
-        self.at = found.end() if found is not None else self.at
+        self.at = self.past_space(self.at)
+
+    def past_space(self, place: int) -> int:
+        """Return where the white space from `place` on ends. What an earlier read has seen is not read again: a model
+        may write white space for ever."""
+        start = self._taken + place
+        seen = self._spaces.get(start, start) - self._taken
+        found = SPACE.match(self.text, seen)
+        end = found.end() if found is not None else seen
+        self._spaces[start] = self._taken + end
+        return end
 
     def take(self, *literals: str) -> bool:
         """Take the longest of the literals that the text goes on with. Returns whether there was one."""
