@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from reprise.app.text.detokenizer import StopFinder
+from reprise.app.text.plain_text import plain_text
 
 _ID_CHARS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 _SPARE_IDLE_STEPS = 64  # steps that may take nothing, beside one for each held character
@@ -148,7 +149,7 @@ class AnswerWriter:
     def begin(self, name: str, call_id: str = "") -> None:
         self._is_dropped = self.is_stopped or (bool(self.calls) and not self._wanted.parallel)
         if not self._is_dropped:
-            self.calls.append(Call(call_id or self._new_id(), name))
+            self.calls.append(Call(plain_text(call_id) or self._new_id(), name))
             self._parts.calls.append((len(self.calls) - 1, self.calls[-1], ""))
 
     def add(self, arguments: str) -> None:

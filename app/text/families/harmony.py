@@ -1,6 +1,5 @@
 """The format of gpt-oss, "harmony": an answer is a run of messages in channels, for thoughts, text and calls."""
 
-import json
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 from reprise.app.text.answer_parts import AnswerWriter, Wanted, possible
 from reprise.app.text.families.lark import Lark, OfferedTool
 from reprise.app.text.families.reading import JsonEnd, Reader, Skip
+from reprise.app.text.plain_text import json_text
 
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
@@ -40,9 +40,7 @@ class HarmonyCalls:
         return Skip("")
 
     def written(self, calls: list[tuple[str, dict[str, Any]]]) -> str:
-        return "\n".join(
-            f"to=functions.{name} {json.dumps(arguments, ensure_ascii=False)}" for name, arguments in calls
-        )
+        return "\n".join(f"to=functions.{name} {json_text(arguments)}" for name, arguments in calls)
 
     def grammar(self, tools: list[OfferedTool], many: bool, lark: Lark) -> str:
         rules = [

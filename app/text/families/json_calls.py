@@ -1,6 +1,5 @@
 """Calls that are JSON objects with a name and arguments, with or without tags around them, one by one or in a list."""
 
-import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +13,7 @@ from reprise.app.text.families.reading import (
     json_end,
     json_string,
 )
+from reprise.app.text.plain_text import json_text, read_json
 
 MAX_BARE_HEAD_CHARS = 512  # longest head of a call without a tag, where no text is shown meanwhile
 _NAMES = ("name", "tool_name", "function")
@@ -68,7 +68,7 @@ class JsonCalls:
 
     def _around(self, name: str) -> tuple[str, str]:
         """Return the texts before and after the arguments of a call."""
-        key = json.dumps(name, ensure_ascii=False)
+        key = json_text(name)
         head = f"{{{key}: " if self.is_keyed else f'{{{self.first}"{self.name}": {key}, "{self.arguments}": '
         if self.is_list or not self.open:
             return head, "}"
@@ -79,7 +79,7 @@ class JsonCalls:
         texts = []
         for number, (name, arguments) in enumerate(calls):
             head, tail = self._around(name)
-            texts.append(head.replace("{number}", str(number)) + json.dumps(arguments, ensure_ascii=False) + tail)
+            texts.append(head.replace("{number}", str(number)) + json_text(arguments) + tail)
         return before + between.join(texts) + after
 
     def grammar(self, tools: list[OfferedTool], many: bool, lark: Lark) -> str:
@@ -167,7 +167,7 @@ class _JsonReader(Steps):
     def _whole(self, end: int) -> Progress | None:
         """Read an object that is complete."""
         try:
-            value = json.loads(self.text[self.at : end], strict=False)
+            value = read_json(self.text[self.at : end])
         except (ValueError, RecursionError):
             return Progress.TEXT
         if isinstance(value.get("function"), dict):
@@ -180,7 +180,7 @@ class _JsonReader(Steps):
             given = _decoded(given)
         self.at = end
         self.begin(name)
-        self.calls.add(json.dumps(given if isinstance(given, dict) else {}, ensure_ascii=False))
+        self.calls.add(json_text(given if isinstance(given, dict) else {}))
         return self.then(self._after)
 
     def _arguments(self) -> Progress | None:
@@ -252,6 +252,6 @@ def _string(value: str) -> str | None:
 
 def _decoded(text: str) -> Any:
     try:
-        return json.loads(text, strict=False)
+        return read_json(text)
     except (ValueError, RecursionError):
         return None

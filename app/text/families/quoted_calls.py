@@ -9,6 +9,7 @@ from reprise.app.text.answer_parts import possible
 from reprise.app.text.families.lark import Lark, OfferedTool, Property, properties
 from reprise.app.text.families.reading import MAX_NAME_CHARS, Progress, Reader, Steps
 from reprise.app.text.families.typed_values import escaped, json_of
+from reprise.app.text.plain_text import json_text
 
 _BARE_END = re.compile(r"[,}\]]")
 _MAX_BARE_CHARS = 4096  # of a number or a word
@@ -167,7 +168,7 @@ class _QuotedReader(Steps):
         if self.text[place] != ":":
             return self._abandoned()
         self.at = place + 1
-        self.calls.add(f"{self._comma()}{json.dumps(key, ensure_ascii=False)}: ")
+        self.calls.add(f"{self._comma()}{json_text(key)}: ")
         return self.then(self._value)
 
     def _unended(self, most: int) -> Progress:
