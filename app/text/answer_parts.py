@@ -10,6 +10,7 @@ from reprise.app.text.detokenizer import StopFinder
 from reprise.app.text.plain_text import plain_text
 
 _ID_CHARS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
+_MAX_ID_CHARS = 256  # of a call in a request (`CallId` in app/schemas/tools.py)
 _SPARE_IDLE_STEPS = 64  # steps that may take nothing, beside one for each held character
 SHORT_ID_CHARS = 9  # length of the only ids that templates of Mistral's models accept
 
@@ -149,13 +150,18 @@ class AnswerWriter:
     def begin(self, name: str, call_id: str = "") -> None:
         self._is_dropped = self.is_stopped or (bool(self.calls) and not self._wanted.parallel)
         if not self._is_dropped:
-            self.calls.append(Call(plain_text(call_id) or self._new_id(), name))
+            self.calls.append(Call(self._id_of(plain_text(call_id)), name))
             self._parts.calls.append((len(self.calls) - 1, self.calls[-1], ""))
 
     def add(self, arguments: str) -> None:
         if arguments and not self._is_dropped:
             self.calls[-1].arguments += arguments
             self._parts.calls.append((len(self.calls) - 1, None, arguments))
+
+    def _id_of(self, given: str) -> str:
+        """Return the id that the model has given a call, if clients can send it back and tell the call by it."""
+        is_kept = 0 < len(given) <= _MAX_ID_CHARS and all(call.id != given for call in self.calls)
+        return given if is_kept else self._new_id()
 
     def _new_id(self) -> str:
         if self._short_ids:

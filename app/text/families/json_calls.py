@@ -30,7 +30,7 @@ class JsonCalls:
     in them. is_list: the model writes all of its calls between one pair of tags, as a list, with `list_edges` before,
     between and after them. name, arguments: the keys that it writes. first: what it writes before the name; `{number}`
     stands for the call's number. is_keyed: an object has one key, which is the function's name. is_alone: the model
-    writes one call in an answer.
+    writes one call in an answer. has_ids: it writes ids that its template shows again; those of others are not kept.
     """
 
     open: str = ""
@@ -43,6 +43,7 @@ class JsonCalls:
     newline: str = "\n"
     list_edges: tuple[str, str, str] = ("[", ", ", "]")
     is_alone: bool = False
+    has_ids: bool = False
 
     @property
     def openings(self) -> tuple[str, ...]:
@@ -146,7 +147,7 @@ class _JsonReader(Steps):
                 name = _string(value)
                 if name is None or not self.calls.knows(name):
                     return Progress.TEXT
-            elif key in ("id", "tool_call_id") and value.startswith('"'):
+            elif key == "id" and self._shape.has_ids and value.startswith('"'):
                 call_id = _string(value) or ""
             elif key == "type" and not self._shape.open and value != '"function"':
                 return Progress.TEXT
