@@ -177,7 +177,7 @@ class AnswerForm:
     def parser(self, wanted: Wanted, *, in_thought: bool) -> AnswerWriter:
         """Return a parser of one answer. in_thought: whether the prompt has opened a thought."""
         if self.found.calls.name == "harmony":
-            return HarmonyParser(wanted, in_thought=in_thought)
+            return HarmonyParser(wanted, in_thought=in_thought, tokens=frozenset(self.special_ids))
         return AnswerParser(
             wanted,
             calls=self.found.calls,

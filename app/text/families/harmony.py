@@ -62,48 +62,71 @@ class HarmonyParser(AnswerWriter):
     `analysis` is reasoning. Messages to a wanted function are calls. All else is content, also text before any mark.
     """
 
-    def __init__(self, wanted: Wanted, *, in_thought: bool) -> None:
-        """Set up. in_thought: whether the prompt has already opened a thought."""
+    def __init__(self, wanted: Wanted, *, in_thought: bool, tokens: frozenset[str] = frozenset()) -> None:
+        """Set up. in_thought: whether the prompt has already opened a thought. tokens: the marks that are special
+        tokens; text that looks like one of them is text."""
         super().__init__(wanted)
+        self._tokens = tokens
         self._step = self._body if in_thought else self._beginning
         self._is_thought = in_thought
         self._is_call = False
         self._has_text = False  # whether the present message has text
         self._end = JsonEnd()
 
+    def _find(self, mark: str, end: int | None = None) -> int:
+        """Return the place of a mark in the held text before `end`; -1 if there is none."""
+        if mark not in self._tokens:
+            return self._held.find(mark, 0, end)
+        last = len(self._held) if end is None else end
+        places = (start - self._at for start, stop in self._marks if stop - self._at <= last)
+        return next((place for place in places if self._held.startswith(mark, place)), -1)
+
+    def _mark_at(self, place: int, *marks: str) -> str:
+        """Return that of the marks which stands at a place of the held text; empty if none does."""
+        starts = [start - self._at for start, _ in self._marks]
+        found = (mark for mark in marks if self._held.startswith(mark, place))
+        return next((mark for mark in found if mark not in self._tokens or place in starts), "")
+
+    def _may_become(self, place: int, *marks: str) -> bool:
+        """Return whether the held text from `place` on may be the beginning of a mark."""
+        rest = self._held[place:]
+        return not rest or any(mark.startswith(rest) for mark in marks if mark not in self._tokens)
+
+    def _num_space(self) -> int:
+        return len(self._held) - len(self._held.lstrip())
+
     # Each step takes from the held text what can be told, and returns whether another step may take more.
 
     def _beginning(self, final: bool) -> bool:
         """Decide whether the answer has marks at all. A header may begin with a recipient."""
-        text = self._held.lstrip()
-        heads = (CHANNEL, START, "to=functions.", MESSAGE)
-        if text.startswith(heads):
+        heads, gap = (CHANNEL, START, "to=functions.", MESSAGE), self._num_space()
+        if self._mark_at(gap, *heads):
             self._step = self._header
             return True
-        if any(head.startswith(text) for head in heads) and not final:
+        if self._may_become(gap, *heads) and not final:
             return False
         self._step = self._body
         return True
 
     def _between(self, final: bool) -> bool:
         """Look for another message. Text without a header is content."""
-        text = self._held.lstrip()
-        if text.startswith((START, CHANNEL)):
+        gap = self._num_space()
+        if self._mark_at(gap, START, CHANNEL):
             self._step = self._header
             return True
-        if text.startswith(_ENDS):
-            self._drop(len(self._held) - len(text) + len(next(end for end in _ENDS if text.startswith(end))))
+        if end := self._mark_at(gap, *_ENDS):
+            self._drop(gap + len(end))
             return True
-        if any(mark.startswith(text) for mark in (*_ENDS, CHANNEL)) and not final:
+        if self._may_become(gap, *_ENDS, CHANNEL) and not final:
             return False
         self._is_thought = self._is_call = False
         self._step = self._body
-        return bool(text)
+        return gap < len(self._held)
 
     def _header(self, final: bool) -> bool:
         """Read from `<|start|>` or `<|channel|>` to `<|message|>`."""
         longest = _MAX_HEAD_CHARS + len(MESSAGE)
-        place = self._held.find(MESSAGE, 0, longest)
+        place = self._find(MESSAGE, longest)
         if place < 0:
             if len(self._held) < longest and (not final or _CUT_HEAD.fullmatch(self._held)):
                 return False
@@ -130,16 +153,16 @@ class HarmonyParser(AnswerWriter):
         if self._is_thought or self._is_call:
             self._has_text = False
         self._is_thought = self._is_call = False
-        gap = len(self._held) - len(self._held.lstrip())
-        mark = next((mark for mark in (START, CHANNEL) if self._held.startswith(mark, gap)), "")
+        gap = self._num_space()
         self._separate()
-        self._say(gap + len(mark))
+        self._say(gap + len(self._mark_at(gap, START, CHANNEL)))
         self._step = self._body
         return True
 
     def _body(self, final: bool) -> bool:
-        ends = [place for end in _ENDS if (place := self._held.find(end)) >= 0]
-        count = min(ends) if ends else len(self._held) - (0 if final else possible(self._held, *_ENDS))
+        ends = [place for end in _ENDS if (place := self._find(end)) >= 0]
+        written = [end for end in _ENDS if end not in self._tokens]
+        count = min(ends) if ends else len(self._held) - (0 if final else possible(self._held, *written))
         if self._is_call:
             if not self._end.found:
                 self.add(self._held[: self._end.push(self._held[:count])])
@@ -151,8 +174,7 @@ class HarmonyParser(AnswerWriter):
             if final and self._is_thought:
                 self.thought_chars = self._at
             return False
-        if not self._held.startswith(START):  # that begins the next header
-            self._drop(len(next(end for end in _ENDS if self._held.startswith(end))))
+        self._drop(len(self._mark_at(0, END, CALL, RETURN)))  # `<|start|>` begins the next header
         if self._is_thought:
             self.thought_chars = self._at
         self._step = self._between

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from reprise.app.text.answer_parts import Wanted
 from reprise.app.text.families.harmony import CALL, CHANNEL, CONSTRAIN, END, MESSAGE, RETURN, START, HarmonyParser
-from tests.app.text.families.samples import Read, read_text
+from tests.app.text.families.samples import Read, read_text, read_tokens
 
 MARKS = (START, CHANNEL, CONSTRAIN, MESSAGE, END, CALL, RETURN)
 
@@ -68,3 +68,46 @@ def test_any_text_ends_and_is_read_alike_however_it_is_cut(texts: list[str], cut
     first, second = read_text(whole, [text]), read_text(in_pieces, [*pieces, text[start:]])
     assert (first.content, first.reasoning, first.calls) == (second.content, second.reasoning, second.calls)
     assert whole.thought_chars == in_pieces.thought_chars
+
+
+def test_only_tokens_are_marks_where_the_vocabulary_has_them() -> None:
+    text = "The marker <|start|> begins a message, <|channel|>analysis<|message|> a thought, and <|end|> ends it."
+    parsing = HarmonyParser(Wanted(tools={"f": {}}), in_thought=False, tokens=frozenset(MARKS))
+    pushed = [(CHANNEL, True), ("final", False), (MESSAGE, True), *((char, False) for char in text), (RETURN, True)]
+    for piece, is_mark in pushed:
+        parsing.push(piece, is_mark=is_mark)
+    parsing.flush()
+    assert (parsing.content, parsing.reasoning) == (text, "")
+
+
+def test_arguments_may_mention_a_mark() -> None:
+    parsing = HarmonyParser(Wanted(tools={"f": {}}), in_thought=False, tokens=frozenset(MARKS))
+    for piece in (CHANNEL, "commentary to=functions.f ", CONSTRAIN, "json", MESSAGE, '{"x": "<|end|>"}', CALL):
+        parsing.push(piece, is_mark=piece in MARKS)
+    parsing.flush()
+    assert [call.arguments for call in parsing.calls] == ['{"x": "<|end|>"}']
+
+
+def test_a_token_without_a_message_loses_no_text() -> None:
+    said, _ = read_tokens("harmony", f"{CHANNEL}final{MESSAGE}The marker {START} begins a message.", Wanted())
+    assert said.content == "The marker  begins a message."
+
+
+@given(
+    pieces=st.lists(st.tuples(FRAGMENTS, st.booleans()), max_size=10),
+    size=st.integers(1, 700),
+)
+def test_tokens_and_text_are_read_alike_however_the_text_is_cut(pieces: list[tuple[str, bool]], size: int) -> None:
+    whole, cut = (HarmonyParser(Wanted(tools={"f": {}}), in_thought=False, tokens=frozenset(MARKS)) for _ in range(2))
+    for piece, is_mark in pieces:
+        if piece in MARKS and is_mark:
+            whole.push(piece, is_mark=True)
+            cut.push(piece, is_mark=True)
+        else:
+            whole.push(piece)
+            for start in range(0, len(piece), size):
+                cut.push(piece[start : start + size])
+    whole.flush()
+    cut.flush()
+    assert (whole.content, whole.reasoning, whole.thought_chars) == (cut.content, cut.reasoning, cut.thought_chars)
+    assert [(call.name, call.arguments) for call in whole.calls] == [(call.name, call.arguments) for call in cut.calls]
