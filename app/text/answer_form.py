@@ -21,6 +21,7 @@ from reprise.app.text.families.harmony import HarmonyParser
 from reprise.app.text.families.table import OWN
 from reprise.app.text.families.thoughts import THOUGHTS
 from reprise.app.text.message_order import Ordered, ordered
+from reprise.app.text.plain_text import json_text
 from reprise.app.text.probe import Message, Render
 
 _THOUGHT = "reasoning_content"  # the field of an answer's thought in a request
@@ -157,7 +158,7 @@ class AnswerForm:
     def _call_taken(self, call: dict[str, Any]) -> dict[str, Any]:
         function = call["function"]
         if not self.found.takes_objects and not isinstance(function["arguments"], str):
-            function = {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}
+            function = {**function, "arguments": json_text(function["arguments"])}
         return {**call, "id": _short_id(call["id"]) if self.found.short_ids else call["id"], "function": function}
 
     def _as_text(self, message: Message) -> Message:
@@ -176,7 +177,7 @@ class AnswerForm:
     def parser(self, wanted: Wanted, *, in_thought: bool) -> AnswerWriter:
         """Return a parser of one answer. in_thought: whether the prompt has opened a thought."""
         if self.found.calls.name == "harmony":
-            return HarmonyParser(wanted, in_thought=in_thought)
+            return HarmonyParser(wanted, in_thought=in_thought, tokens=frozenset(self.special_ids))
         return AnswerParser(
             wanted,
             calls=self.found.calls,

@@ -52,8 +52,9 @@ class AnswerParser(AnswerWriter):
         self._is_thought = False  # whether text is reasoning
         self._is_trimmed = False  # whether the text has begun
         self._rejected = 0  # characters of the held text in which no call begins
+        self._blank = 0  # characters of white space that the held text is known to begin with, while text is read
         self._gap = 0  # characters of white space in the held text, before a marker
-        self._step: Callable[[bool], bool] = self._start
+        self._step = self._start
         if in_thought and thoughts is not None:
             self._begin_thought()
         elif thoughts is None:
@@ -61,10 +62,6 @@ class AnswerParser(AnswerWriter):
 
     def _skip(self, literal: str) -> None:
         self._openings[literal] = [lambda: Skip(literal)]
-
-    def _advance(self, *, final: bool) -> None:
-        while not self.is_stopped and self._step(final):
-            pass
 
     # Each step takes from the held text what can be told, and returns whether another step may take more.
 
@@ -124,10 +121,10 @@ class AnswerParser(AnswerWriter):
             self._say(len(self._held))
             return False
         literals = [*self._openings, *([end] if end else [])]
-        found = [
-            (place, -len(each), each) for each in literals if (place := self._held.find(each, self._rejected)) >= 0
-        ]
+        start = max(self._rejected, self._blank)  # no marker begins with white space
+        found = [(place, -len(each), each) for each in literals if (place := self._held.find(each, start)) >= 0]
         if found:
+            self._blank = 0
             place, _, literal = min(found)
             gap = place - len(self._held[:place].rstrip(trim))
             if literal == end:
@@ -146,9 +143,12 @@ class AnswerParser(AnswerWriter):
             if self._is_thought:
                 self.thought_chars = self._at + len(self._held)
             return False
-        shown = self._held[: len(self._held) - possible(self._held, *literals)].rstrip(trim)
-        self._say(len(shown), is_thought=self._is_thought)
-        self._rejected = max(0, self._rejected - len(shown))
+        end_of_text = len(self._held) - possible(self._held, *literals)
+        more = self._held[self._blank : end_of_text].rstrip(trim)
+        shown = self._blank + len(more) if more else 0
+        self._say(shown, is_thought=self._is_thought)
+        self._blank = end_of_text - shown
+        self._rejected = max(0, self._rejected - shown)
         return False
 
     def _end_thought(self) -> None:

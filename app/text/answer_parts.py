@@ -2,13 +2,16 @@
 
 import secrets
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from reprise.app.text.detokenizer import StopFinder
+from reprise.app.text.plain_text import plain_text
 
 _ID_CHARS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
+_MAX_ID_CHARS = 256  # of a call in a request (`CallId` in app/schemas/tools.py)
+_SPARE_IDLE_STEPS = 64  # steps that may take nothing, beside one for each held character
 SHORT_ID_CHARS = 9  # length of the only ids that templates of Mistral's models accept
 
 
@@ -52,13 +55,15 @@ class Wanted:
 class AnswerWriter:
     """Holds an answer's text until a subclass has decided what it is, and collects the parts.
 
-    A subclass implements `_advance`, which takes text from the front of `_held` by `_say` and `_drop`. Special tokens
-    are pushed as marks. A mark that becomes content or reasoning is left out of it. Stop strings count in content
-    alone; after one, all further text is ignored. Positions are in characters of all that was pushed, marks included.
+    A subclass sets `_step` to its first step. A step is given whether no more text will come, takes text from the front
+    of `_held` by `_say` and `_drop`, and returns whether another step may take more. Special tokens are pushed as
+    marks. A mark that becomes content or reasoning is left out of it. Stop strings count in content alone; after one,
+    all further text is ignored. Positions are in characters of all that was pushed, marks included.
     """
 
     def __init__(self, wanted: Wanted, *, short_ids: bool = False) -> None:
         """Set up. short_ids: whether the model's template accepts only ids of SHORT_ID_CHARS letters and digits."""
+        self._step: Callable[[bool], bool]
         self.calls: list[Call] = []
         self.content = ""
         self.reasoning = ""
@@ -116,7 +121,19 @@ class AnswerWriter:
         return self._take_parts()
 
     def _advance(self, *, final: bool) -> None:
-        raise NotImplementedError
+        """Run steps as long as they may take more. Where they go in a circle without taking anything, say one held
+        character as it is, so that each push ends."""
+        num_idle = 0
+        while not self.is_stopped:
+            at = self._at
+            if not self._step(final):
+                return
+            num_idle = num_idle + 1 if self._at == at else 0
+            if num_idle > len(self._held) + _SPARE_IDLE_STEPS:
+                if not self._held:
+                    return
+                self._say(1)
+                num_idle = 0
 
     def _take_parts(self) -> AnswerParts:
         parts, self._parts = self._parts, AnswerParts()
@@ -133,13 +150,18 @@ class AnswerWriter:
     def begin(self, name: str, call_id: str = "") -> None:
         self._is_dropped = self.is_stopped or (bool(self.calls) and not self._wanted.parallel)
         if not self._is_dropped:
-            self.calls.append(Call(call_id or self._new_id(), name))
+            self.calls.append(Call(self._id_of(plain_text(call_id)), name))
             self._parts.calls.append((len(self.calls) - 1, self.calls[-1], ""))
 
     def add(self, arguments: str) -> None:
         if arguments and not self._is_dropped:
             self.calls[-1].arguments += arguments
             self._parts.calls.append((len(self.calls) - 1, None, arguments))
+
+    def _id_of(self, given: str) -> str:
+        """Return the id that the model has given a call, if clients can send it back and tell the call by it."""
+        is_kept = 0 < len(given) <= _MAX_ID_CHARS and all(call.id != given for call in self.calls)
+        return given if is_kept else self._new_id()
 
     def _new_id(self) -> str:
         if self._short_ids:

@@ -1,19 +1,22 @@
 """The format of gpt-oss, "harmony": an answer is a run of messages in channels, for thoughts, text and calls."""
 
-import json
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from reprise.app.text.answer_parts import AnswerWriter, Wanted, possible
 from reprise.app.text.families.lark import Lark, OfferedTool
 from reprise.app.text.families.reading import JsonEnd, Reader, Skip
+from reprise.app.text.plain_text import json_text
 
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
-_MAX_HEAD_CHARS = 1024
+_MAX_HEAD_CHARS = 1024  # up to `<|message|>`; what is longer is text
 _ENDS = (END, CALL, RETURN, START)
+_CUT_HEAD = re.compile(  # of a message that has not begun: text may mention a mark, but goes on otherwise
+    r"\s*(<\|start\|>\s*\w{0,32})?(\s*to=[^\s<]*)?\s*(<\|channel\|>\s*\w{0,32}(\s*to=[^\s<]*)?\s*)?"
+    r"(<\|constrain\|>\s*\w{0,32}\s*)?(<[|a-z]{0,10})?"
+)
 _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([^\s<]+)")
 
 
@@ -37,9 +40,7 @@ class HarmonyCalls:
         return Skip("")
 
     def written(self, calls: list[tuple[str, dict[str, Any]]]) -> str:
-        return "\n".join(
-            f"to=functions.{name} {json.dumps(arguments, ensure_ascii=False)}" for name, arguments in calls
-        )
+        return "\n".join(f"to=functions.{name} {json_text(arguments)}" for name, arguments in calls)
 
     def grammar(self, tools: list[OfferedTool], many: bool, lark: Lark) -> str:
         rules = [
@@ -61,57 +62,75 @@ class HarmonyParser(AnswerWriter):
     `analysis` is reasoning. Messages to a wanted function are calls. All else is content, also text before any mark.
     """
 
-    def __init__(self, wanted: Wanted, *, in_thought: bool) -> None:
-        """Set up. in_thought: whether the prompt has already opened a thought."""
+    def __init__(self, wanted: Wanted, *, in_thought: bool, tokens: frozenset[str] = frozenset()) -> None:
+        """Set up. in_thought: whether the prompt has already opened a thought. tokens: the marks that are special
+        tokens; text that looks like one of them is text."""
         super().__init__(wanted)
-        self._step: Callable[[bool], bool] = self._body if in_thought else self._beginning
+        self._tokens = tokens
+        self._step = self._body if in_thought else self._beginning
         self._is_thought = in_thought
         self._is_call = False
         self._has_text = False  # whether the present message has text
         self._end = JsonEnd()
 
-    def _advance(self, *, final: bool) -> None:
-        while not self.is_stopped and self._step(final):
-            pass
+    def _find(self, mark: str, end: int | None = None) -> int:
+        """Return the place of a mark in the held text before `end`; -1 if there is none."""
+        if mark not in self._tokens:
+            return self._held.find(mark, 0, end)
+        last = len(self._held) if end is None else end
+        places = (start - self._at for start, stop in self._marks if stop - self._at <= last)
+        return next((place for place in places if self._held.startswith(mark, place)), -1)
+
+    def _mark_at(self, place: int, *marks: str) -> str:
+        """Return that of the marks which stands at a place of the held text; empty if none does."""
+        starts = [start - self._at for start, _ in self._marks]
+        found = (mark for mark in marks if self._held.startswith(mark, place))
+        return next((mark for mark in found if mark not in self._tokens or place in starts), "")
+
+    def _may_become(self, place: int, *marks: str) -> bool:
+        """Return whether the held text from `place` on may be the beginning of a mark."""
+        rest = self._held[place:]
+        return not rest or any(mark.startswith(rest) for mark in marks if mark not in self._tokens)
+
+    def _num_space(self) -> int:
+        return len(self._held) - len(self._held.lstrip())
 
     # Each step takes from the held text what can be told, and returns whether another step may take more.
 
     def _beginning(self, final: bool) -> bool:
         """Decide whether the answer has marks at all. A header may begin with a recipient."""
-        text = self._held.lstrip()
-        heads = (CHANNEL, START, "to=functions.", MESSAGE)
-        if text.startswith(heads):
+        heads, gap = (CHANNEL, START, "to=functions.", MESSAGE), self._num_space()
+        if self._mark_at(gap, *heads):
             self._step = self._header
             return True
-        if any(head.startswith(text) for head in heads) and not final:
+        if self._may_become(gap, *heads) and not final:
             return False
         self._step = self._body
         return True
 
     def _between(self, final: bool) -> bool:
         """Look for another message. Text without a header is content."""
-        text = self._held.lstrip()
-        if text.startswith((START, CHANNEL)):
+        gap = self._num_space()
+        if self._mark_at(gap, START, CHANNEL):
             self._step = self._header
             return True
-        if text.startswith(_ENDS):
-            self._drop(len(self._held) - len(text) + len(next(end for end in _ENDS if text.startswith(end))))
+        if end := self._mark_at(gap, *_ENDS):
+            self._drop(gap + len(end))
             return True
-        if any(mark.startswith(text) for mark in (*_ENDS, CHANNEL)) and not final:
+        if self._may_become(gap, *_ENDS, CHANNEL) and not final:
             return False
         self._is_thought = self._is_call = False
         self._step = self._body
-        return bool(text)
+        return gap < len(self._held)
 
     def _header(self, final: bool) -> bool:
         """Read from `<|start|>` or `<|channel|>` to `<|message|>`."""
-        place = self._held.find(MESSAGE)
+        longest = _MAX_HEAD_CHARS + len(MESSAGE)
+        place = self._find(MESSAGE, longest)
         if place < 0:
-            if len(self._held) <= _MAX_HEAD_CHARS:
-                return False  # at the end of the answer nothing but a header is lost
-            self._is_thought = self._is_call = False
-            self._step = self._body
-            return True
+            if len(self._held) < longest and (not final or _CUT_HEAD.fullmatch(self._held)):
+                return False
+            return self._give_back()
         header = self._held[:place]
         channel = header.partition(CHANNEL)[2].split(maxsplit=1)
         recipient = _RECIPIENT.search(header)
@@ -129,9 +148,21 @@ class HarmonyParser(AnswerWriter):
         self._step = self._body
         return True
 
+    def _give_back(self) -> bool:
+        """Make content of what looked like a header: first its mark, which would begin a header again."""
+        if self._is_thought or self._is_call:
+            self._has_text = False
+        self._is_thought = self._is_call = False
+        gap = self._num_space()
+        self._separate()
+        self._say(gap + len(self._mark_at(gap, START, CHANNEL)))
+        self._step = self._body
+        return True
+
     def _body(self, final: bool) -> bool:
-        ends = [place for end in _ENDS if (place := self._held.find(end)) >= 0]
-        count = min(ends) if ends else len(self._held) - (0 if final else possible(self._held, *_ENDS))
+        ends = [place for end in _ENDS if (place := self._find(end)) >= 0]
+        written = [end for end in _ENDS if end not in self._tokens]
+        count = min(ends) if ends else len(self._held) - (0 if final else possible(self._held, *written))
         if self._is_call:
             if not self._end.found:
                 self.add(self._held[: self._end.push(self._held[:count])])
@@ -143,8 +174,7 @@ class HarmonyParser(AnswerWriter):
             if final and self._is_thought:
                 self.thought_chars = self._at
             return False
-        if not self._held.startswith(START):  # that begins the next header
-            self._drop(len(next(end for end in _ENDS if self._held.startswith(end))))
+        self._drop(len(self._mark_at(0, END, CALL, RETURN)))  # `<|start|>` begins the next header
         if self._is_thought:
             self.thought_chars = self._at
         self._step = self._between

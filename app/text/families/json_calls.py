@@ -1,6 +1,5 @@
 """Calls that are JSON objects with a name and arguments, with or without tags around them, one by one or in a list."""
 
-import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +13,7 @@ from reprise.app.text.families.reading import (
     json_end,
     json_string,
 )
+from reprise.app.text.plain_text import json_text, read_json
 
 MAX_BARE_HEAD_CHARS = 512  # longest head of a call without a tag, where no text is shown meanwhile
 _NAMES = ("name", "tool_name", "function")
@@ -30,7 +30,7 @@ class JsonCalls:
     in them. is_list: the model writes all of its calls between one pair of tags, as a list, with `list_edges` before,
     between and after them. name, arguments: the keys that it writes. first: what it writes before the name; `{number}`
     stands for the call's number. is_keyed: an object has one key, which is the function's name. is_alone: the model
-    writes one call in an answer.
+    writes one call in an answer. has_ids: it writes ids that its template shows again; those of others are not kept.
     """
 
     open: str = ""
@@ -43,6 +43,7 @@ class JsonCalls:
     newline: str = "\n"
     list_edges: tuple[str, str, str] = ("[", ", ", "]")
     is_alone: bool = False
+    has_ids: bool = False
 
     @property
     def openings(self) -> tuple[str, ...]:
@@ -68,7 +69,7 @@ class JsonCalls:
 
     def _around(self, name: str) -> tuple[str, str]:
         """Return the texts before and after the arguments of a call."""
-        key = json.dumps(name, ensure_ascii=False)
+        key = json_text(name)
         head = f"{{{key}: " if self.is_keyed else f'{{{self.first}"{self.name}": {key}, "{self.arguments}": '
         if self.is_list or not self.open:
             return head, "}"
@@ -79,7 +80,7 @@ class JsonCalls:
         texts = []
         for number, (name, arguments) in enumerate(calls):
             head, tail = self._around(name)
-            texts.append(head.replace("{number}", str(number)) + json.dumps(arguments, ensure_ascii=False) + tail)
+            texts.append(head.replace("{number}", str(number)) + json_text(arguments) + tail)
         return before + between.join(texts) + after
 
     def grammar(self, tools: list[OfferedTool], many: bool, lark: Lark) -> str:
@@ -119,19 +120,19 @@ class _JsonReader(Steps):
         name: str | None = None
         call_id = ""
         while True:
-            place = self._past_space(place)
+            place = self.past_space(place)
             pair = json_string(self.text, place)
             if pair is None:
                 return self.wait(most) if self.text[place : place + 1] in ("", '"') else Progress.TEXT
             key, place = pair
             if not self._is_expected(key):
                 return Progress.TEXT
-            place = self._past_space(place)
+            place = self.past_space(place)
             if place == len(self.text):
                 return self.wait(most)
             if self.text[place] != ":":
                 return Progress.TEXT
-            place = self._past_space(place + 1)
+            place = self.past_space(place + 1)
             if self._shape.is_keyed:
                 name, key = key, self._shape.arguments
             if name is not None and key in _ARGUMENTS and self.text.startswith("{", place):
@@ -146,11 +147,11 @@ class _JsonReader(Steps):
                 name = _string(value)
                 if name is None or not self.calls.knows(name):
                     return Progress.TEXT
-            elif key in ("id", "tool_call_id") and value.startswith('"'):
+            elif key == "id" and self._shape.has_ids and value.startswith('"'):
                 call_id = _string(value) or ""
             elif key == "type" and not self._shape.open and value != '"function"':
                 return Progress.TEXT
-            place = self._past_space(end)
+            place = self.past_space(end)
             if place == len(self.text):
                 return self.wait(most)
             if self.text[place] == "}":
@@ -164,15 +165,10 @@ class _JsonReader(Steps):
             return self.calls.knows(key)
         return bool(self._shape.open) or key in (*_NAMES, *_ARGUMENTS, *_OTHERS)
 
-    def _past_space(self, place: int) -> int:
-        while place < len(self.text) and self.text[place].isspace():
-            place += 1
-        return place
-
     def _whole(self, end: int) -> Progress | None:
         """Read an object that is complete."""
         try:
-            value = json.loads(self.text[self.at : end], strict=False)
+            value = read_json(self.text[self.at : end])
         except (ValueError, RecursionError):
             return Progress.TEXT
         if isinstance(value.get("function"), dict):
@@ -185,7 +181,7 @@ class _JsonReader(Steps):
             given = _decoded(given)
         self.at = end
         self.begin(name)
-        self.calls.add(json.dumps(given if isinstance(given, dict) else {}, ensure_ascii=False))
+        self.calls.add(json_text(given if isinstance(given, dict) else {}))
         return self.then(self._after)
 
     def _arguments(self) -> Progress | None:
@@ -199,14 +195,14 @@ class _JsonReader(Steps):
 
     def _rest(self) -> Progress | None:
         """Read the keys after the arguments, and the object's end."""
-        place = self._past_space(self.at)
+        place = self.past_space(self.at)
         if place == len(self.text):
             return Progress.MORE
         if self.text[place] == ",":
-            key = json_string(self.text, self._past_space(place + 1))
+            key = json_string(self.text, self.past_space(place + 1))
             if key is not None:
-                colon = self._past_space(key[1])
-                end = json_end(self.text, self._past_space(colon + 1)) if self.text.startswith(":", colon) else None
+                colon = self.past_space(key[1])
+                end = json_end(self.text, self.past_space(colon + 1)) if self.text.startswith(":", colon) else None
                 if end is not None:
                     self.at = end
                     return None
@@ -217,14 +213,14 @@ class _JsonReader(Steps):
         return self.then(self._after)
 
     def _may_be_key(self, comma: int) -> bool:
-        place = self._past_space(comma + 1)
+        place = self.past_space(comma + 1)
         return self.text[place : place + 1] in ("", '"')
 
     def _after(self) -> Progress | None:
         """Read what follows a call: another one, or the end of them."""
         close = self._shape.close
         place = self.at
-        self.at = self._past_space(self.at)
+        self.skip_space()
         if self.take(close):
             return Progress.OVER
         if self.at == len(self.text) or self.may_become(close):
@@ -236,7 +232,7 @@ class _JsonReader(Steps):
         if char == "{":
             return self.then(self._object)
         if char in _SEPARATORS:
-            following = self._past_space(self.at + 1)
+            following = self.past_space(self.at + 1)
             if following == len(self.text) and not self.final:
                 self.at = place
                 return Progress.MORE
@@ -257,6 +253,6 @@ def _string(value: str) -> str | None:
 
 def _decoded(text: str) -> Any:
     try:
-        return json.loads(text, strict=False)
+        return read_json(text)
     except (ValueError, RecursionError):
         return None

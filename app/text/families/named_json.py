@@ -1,12 +1,12 @@
 """Calls that are a function's name, a separator, and its arguments as a JSON object."""
 
-import json
 import re
 from dataclasses import dataclass
 from typing import Any
 
 from reprise.app.text.families.lark import Lark, OfferedTool
 from reprise.app.text.families.reading import MAX_NAME_CHARS, JsonEnd, Progress, Reader, Steps
+from reprise.app.text.plain_text import json_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +47,7 @@ class NamedJson:
 
     def written(self, calls: list[tuple[str, dict[str, Any]]]) -> str:
         texts = [
-            self.before.replace("{name}", name).replace("{number}", str(number))
-            + json.dumps(arguments, ensure_ascii=False)
-            + self.after
+            self.before.replace("{name}", name).replace("{number}", str(number)) + json_text(arguments) + self.after
             for number, (name, arguments) in enumerate(calls)
         ]
         return self.open + self.between.join(texts) + self.close

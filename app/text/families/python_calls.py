@@ -2,7 +2,6 @@
 evaluated."""
 
 import ast
-import json
 import re
 import warnings
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import Any
 from reprise.app.text.families.lark import Lark, OfferedTool, Property, properties
 from reprise.app.text.families.reading import MAX_NAME_CHARS, Progress, Reader, Steps
 from reprise.app.text.families.typed_values import json_of_value
+from reprise.app.text.plain_text import json_text
 
 _HEAD = re.compile(r"([A-Za-z_][\w.\-]*)\s*\(\s*(?=[A-Za-z_]\w*\s*=[^=]|\))")
 _MAY_BE_HEAD = re.compile(r"[A-Za-z_][\w.\-]*\s*(\(\s*([A-Za-z_]\w*\s*=?)?)?")
@@ -101,7 +101,7 @@ class PythonCalls:
 def _python(value: object) -> str:
     """Return a value of JSON as a literal of Python. Strings are written as JSON writes them."""
     if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False)
+        return json_text(value)
     if isinstance(value, list):
         return f"[{', '.join(map(_python, value))}]"
     if isinstance(value, dict):
@@ -148,7 +148,7 @@ class _PythonReader(Steps):
             key = _KEYWORD.match(source)
             name = key[1] if key is not None else f"argument{self._num_arguments}"
             value = json_of_source(source[key.end() :] if key is not None else source)
-            self.calls.add(f"{', ' if self._num_arguments else '{'}{json.dumps(name, ensure_ascii=False)}: {value}")
+            self.calls.add(f"{', ' if self._num_arguments else '{'}{json_text(name)}: {value}")
             self._num_arguments += 1
         if not closes:
             return None
@@ -235,7 +235,7 @@ def json_of_source(source: str) -> str:
             return json_of_value(_value(tree.body))
         except (SyntaxError, ValueError, RecursionError, MemoryError):
             continue
-    return json.dumps(source, ensure_ascii=False)
+    return json_text(source)
 
 
 def _value(node: ast.expr) -> object:

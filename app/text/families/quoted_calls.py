@@ -9,8 +9,10 @@ from reprise.app.text.answer_parts import possible
 from reprise.app.text.families.lark import Lark, OfferedTool, Property, properties
 from reprise.app.text.families.reading import MAX_NAME_CHARS, Progress, Reader, Steps
 from reprise.app.text.families.typed_values import escaped, json_of
+from reprise.app.text.plain_text import json_text
 
 _BARE_END = re.compile(r"[,}\]]")
+_MAX_BARE_CHARS = 4096  # of a number or a word
 _KEY_END = re.compile(r"[:,{}\[\]]")
 _CLOSES = {"{": "}", "[": "]"}
 _BY_TYPE = {
@@ -135,9 +137,9 @@ class _QuotedReader(Steps):
             self._quote = self._shape.quote if self.text.endswith(self._shape.quote, 0, self.at) else '"'
             self.calls.add(self._comma() + '"')
             return self.then(self._string)
-        end = _BARE_END.search(self.text, self.at)
+        end = _BARE_END.search(self.text, self.at, self.at + _MAX_BARE_CHARS)
         if end is None:
-            return Progress.MORE
+            return self._unended(_MAX_BARE_CHARS)
         bare = self.text[self.at : end.start()]
         self.at = end.start()
         self.calls.add(self._comma() + json_of(bare.strip(), "json", frozenset()))
@@ -151,24 +153,27 @@ class _QuotedReader(Steps):
             return self._closed()
         start = self.at
         if self.text.startswith(self._shape.quote, start) or self.may_become(self._shape.quote):
-            end = self.text.find(self._shape.quote, start + len(self._shape.quote))
+            end = self.text.find(self._shape.quote, start + len(self._shape.quote), start + MAX_NAME_CHARS)
             if end < 0:
-                return Progress.MORE
+                return self._unended(MAX_NAME_CHARS)
             key, place = self.text[start + len(self._shape.quote) : end], end + len(self._shape.quote)
         else:
-            found = _KEY_END.search(self.text, start)
+            found = _KEY_END.search(self.text, start, start + MAX_NAME_CHARS)
             if found is None:
-                return Progress.MORE
+                return self._unended(MAX_NAME_CHARS)
             key, place = self.text[start : found.start()].strip().strip('"'), found.start()
-        while place < len(self.text) and self.text[place].isspace():
-            place += 1
+        place = self.past_space(place)
         if place == len(self.text):
             return Progress.MORE
         if self.text[place] != ":":
             return self._abandoned()
         self.at = place + 1
-        self.calls.add(f"{self._comma()}{json.dumps(key, ensure_ascii=False)}: ")
+        self.calls.add(f"{self._comma()}{json_text(key)}: ")
         return self.then(self._value)
+
+    def _unended(self, most: int) -> Progress:
+        """Wait for the end of a value or key, unless it has become longer than `most` characters."""
+        return Progress.MORE if len(self.text) - self.at < most else self._abandoned()
 
     def _string(self) -> Progress | None:
         end = self.text.find(self._quote, self.at)

@@ -11,6 +11,7 @@ from enum import Enum, auto
 from typing import Any, Protocol
 
 MAX_HEAD_CHARS = 16_384  # from a marker up to where it is clear that a call begins
+_MAX_IDLE_STEPS = 32  # steps of a reader in a row that may take nothing
 MAX_NAME_CHARS = 512  # the same, for markers that a function's name follows directly
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 _SCALAR = re.compile(r"[^\s,}\]{\[\"]+(?=[\s,}\]])")
@@ -68,6 +69,8 @@ class Steps:
         self.text = ""
         self.at = 0
         self.final = False
+        self._taken = 0  # characters taken by earlier reads
+        self._spaces: dict[int, int] = {}  # where white space that is not taken begins -> how far it has been read
         self.calls: Calls
         self.has_begun = False
         self.step: Callable[[], Progress | None] = self.open
@@ -78,12 +81,24 @@ class Steps:
 
     def read(self, text: str, calls: Calls, *, final: bool) -> tuple[int, Progress]:
         self.text, self.at, self.calls, self.final = text, 0, calls, final
-        while (progress := self.step()) is None:
-            pass
+        progress = self._run()
         if not self.has_begun and progress is not Progress.OVER:
             self.step = self.open
             return 0, progress
+        if self.at:
+            self._taken += self.at
+            self._spaces.clear()
         return self.at, progress
+
+    def _run(self) -> Progress:
+        """Run steps up to a verdict. Steps that go in a circle without taking anything end the calls."""
+        num_idle = 0
+        while num_idle <= _MAX_IDLE_STEPS:
+            at = self.at
+            if (progress := self.step()) is not None:
+                return progress
+            num_idle = num_idle + 1 if self.at == at else 0
+        return Progress.OVER
 
     def begin(self, name: str, call_id: str = "") -> None:
         self.has_begun = True
@@ -95,8 +110,17 @@ class Steps:
         return None
 
     def skip_space(self) -> None:
-        found = SPACE.match(self.text, self.at)
-        self.at = found.end() if found is not None else self.at
+        self.at = self.past_space(self.at)
+
+    def past_space(self, place: int) -> int:
+        """Return where the white space from `place` on ends. What an earlier read has seen is not read again: a model
+        may write white space for ever."""
+        start = self._taken + place
+        seen = self._spaces.get(start, start) - self._taken
+        found = SPACE.match(self.text, seen)
+        end = found.end() if found is not None else seen
+        self._spaces[start] = self._taken + end
+        return end
 
     def take(self, *literals: str) -> bool:
         """Take the longest of the literals that the text goes on with. Returns whether there was one."""

@@ -115,7 +115,7 @@ _PYTHON_TAG = JsonCalls(open="<|python_tag|>", arguments="parameters", newline="
 _PYTHON = PythonCalls()
 _LINES = _tagged("", "tool_call", has_lines=True)
 _COMPACT = _tagged("", "tool_call", line="")
-_MISTRAL_LIST = JsonCalls(open="[TOOL_CALLS]", is_list=True, newline="")
+_MISTRAL_LIST = JsonCalls(open="[TOOL_CALLS]", is_list=True, newline="", has_ids=True)
 _MISTRAL_NAMED = NamedJson(
     begin="[TOOL_CALLS]",
     head=re.compile(r"\[TOOL_CALLS\]\s*(?P<name>[^\s\[{]+)\s*(?:\[CALL_ID\](?P<id>[^\[{]*))?\[ARGS\]\s*(?=\{)"),

@@ -1,6 +1,5 @@
 """Calls whose arguments stand one by one between tags, as plain text."""
 
-import json
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +8,7 @@ from reprise.app.text.answer_parts import possible
 from reprise.app.text.families.lark import Lark, OfferedTool, Property, properties, quoted
 from reprise.app.text.families.reading import MAX_NAME_CHARS, JsonEnd, Progress, Reader, Steps
 from reprise.app.text.families.typed_values import TextToJson, kind_of
+from reprise.app.text.plain_text import json_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class TaggedCalls:
             text = self.written_head.replace("{name}", name) + self.line
             for key, value in arguments.items():
                 head, tail = self._around(key, is_string=isinstance(value, str))
-                text += head + (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)) + tail
+                text += head + (value if isinstance(value, str) else json_text(value)) + tail
             texts.append(text + self.call_close)
         return before + (self.line if self.is_shared else f"{after}\n{before}").join(texts) + after
 
@@ -175,7 +175,7 @@ class _TaggedReader(Steps):
         if told is not None:
             kind = "string" if told == "true" else "json"
         self._value, self._value_has_begun = TextToJson(kind, types), False
-        self.calls.add(("{" if not self._num_arguments else ", ") + json.dumps(key, ensure_ascii=False) + ": ")
+        self.calls.add(("{" if not self._num_arguments else ", ") + json_text(key) + ": ")
         self._num_arguments += 1
         return self.then(self._text)
 

@@ -5,6 +5,7 @@ import math
 from typing import Any, Literal
 
 from reprise.app.text.families.lark import resolved
+from reprise.app.text.plain_text import json_text, plain_text
 
 Kind = Literal["string", "json", "either"]
 _PYTHON = {"True": "true", "False": "false", "None": "null"}
@@ -54,10 +55,10 @@ def json_of(text: str, kind: Kind, types: frozenset[str]) -> str:
         try:
             value = json.loads(bare)
             if kind == "json" or _fits(value, types):
-                return json.dumps(value, ensure_ascii=False, allow_nan=False)
+                return plain_text(json.dumps(value, ensure_ascii=False, allow_nan=False))
         except (ValueError, RecursionError):
             pass
-    return json.dumps(text, ensure_ascii=False)
+    return json_text(text)
 
 
 def _fits(value: object, types: frozenset[str]) -> bool:
@@ -69,7 +70,7 @@ def _fits(value: object, types: frozenset[str]) -> bool:
 
 def json_of_value(value: object) -> str:
     """Return the JSON of a value that a model wrote as Python. Raises ValueError if there is none."""
-    return json.dumps(_plain(value), ensure_ascii=False, allow_nan=False)
+    return plain_text(json.dumps(_plain(value), ensure_ascii=False, allow_nan=False))
 
 
 def _plain(value: object) -> object:
@@ -84,7 +85,7 @@ def _plain(value: object) -> object:
 
 def escaped(text: str) -> str:
     """Return text as it stands inside a JSON string."""
-    return json.dumps(text, ensure_ascii=False)[1:-1]
+    return json_text(text)[1:-1]
 
 
 class TextToJson:

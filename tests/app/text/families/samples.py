@@ -2,7 +2,7 @@
 
 import functools
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -304,6 +304,11 @@ def write_model(family: str, directory: Path) -> Path:
 
 def form_of(family: str) -> AnswerForm:
     return tokenizer_for(family).form
+
+
+def form_in_text(family: str) -> AnswerForm:
+    """The form of a model of which no mark is a token: all that it writes is pushed as text."""
+    return replace(form_of(family), special_ids={})
 
 
 def written(family: str, calls: list[tuple[str, dict[str, Any]]], content: str = "") -> str:

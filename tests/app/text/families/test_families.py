@@ -11,7 +11,7 @@ from reprise.app.settings.sections import CallFamily, ThoughtFamily
 from reprise.app.text.answer_parts import Wanted
 from reprise.app.text.families.table import FAMILIES
 from reprise.app.text.families.thoughts import THOUGHTS
-from tests.app.text.families.samples import SAMPLES, Read, form_of, read_text, read_tokens, written
+from tests.app.text.families.samples import SAMPLES, Read, form_in_text, form_of, read_text, read_tokens, written
 from tests.example_counts import examples
 
 BY_SHAPE: dict[str, list[str]] = {}
@@ -208,7 +208,7 @@ def test_what_a_template_writes_is_read_back(
     for cut in cuts:
         pieces.append(text[start : start + cut])
         start += cut
-    read = read_text(form_of(family).parser(Wanted(tools=ROUND_TRIP), in_thought=False), [*pieces, text[start:]])
+    read = read_text(form_in_text(family).parser(Wanted(tools=ROUND_TRIP), in_thought=False), [*pieces, text[start:]])
     assert read.calls == calls
     assert (read.content, read.reasoning) == ("", "")
 
@@ -267,7 +267,7 @@ def test_garbage_is_read_alike_however_it_is_cut(
 ) -> None:
     whole = read_whole_and_cut(family, text, cuts, in_thought=in_thought, parallel=parallel)
     # Without calls all of the text is said, but for the marks of thoughts.
-    for read in (whole, read_text(form_of(family).parser(Wanted(), in_thought=in_thought), [text])):
+    for read in (whole, read_text(form_in_text(family).parser(Wanted(), in_thought=in_thought), [text])):
         if family != "harmony" and not read.calls:
             said = _squeezed(read.reasoning + read.content)
             assert _is_within(said, _squeezed(text))
@@ -303,7 +303,7 @@ def test_damaged_calls_are_read_alike_however_they_are_cut(
 def read_whole_and_cut(family: str, text: str, cuts: list[int], *, in_thought: bool, parallel: bool) -> Read:
     """Return what is read of a text; fail if it is something else when the text comes in pieces."""
     wanted = Wanted(tools=ROUND_TRIP, parallel=parallel)
-    whole_parser, cut_parser = (form_of(family).parser(wanted, in_thought=in_thought) for _ in range(2))
+    whole_parser, cut_parser = (form_in_text(family).parser(wanted, in_thought=in_thought) for _ in range(2))
     whole = read_text(whole_parser, [text])
     pieces, start = [], 0
     for cut in cuts:
