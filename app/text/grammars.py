@@ -3,6 +3,8 @@ checked here before a request is queued; the engine enforces them."""
 
 import asyncio
 import re
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, regex_to_lark
@@ -11,7 +13,7 @@ from reprise.app.errors import invalid
 from reprise.app.schemas.chat import ChatCompletionRequest
 from reprise.app.schemas.tools import Tool
 from reprise.app.text.answer_form import AnswerForm
-from reprise.app.text.families.lark import Lark, OfferedTool, json_rule, quoted
+from reprise.app.text.families.lark import Lark, OfferedTool, TooLarge, json_rule, quoted
 
 CHECK_S = 5.0
 MAX_GRAMMAR_BYTES = 1 << 20
@@ -25,29 +27,43 @@ _NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additional
 async def grammar_of(request: ChatCompletionRequest, form: AnswerForm) -> str:
     """Return the grammar in llguidance's form; "" if the answer is free. form: how the model writes calls. Raises
     ApiError 400."""
-    answer, calls = _answer_rules(request), _call_rules(request, form)
-    lark = _own_grammar(request)
-    if lark is None:
-        if not answer and not _must_call(request):
-            return ""
-        names = [name for name, rules in (("answer", answer), ("calls", calls)) if rules]
-        lark = "\n".join([f"start: {' | '.join(names)}", *answer, *calls])
-    grammar = LLMatcher.grammar_from_lark(lark)
-    param = param_of(request)
-    if len(grammar) > MAX_GRAMMAR_BYTES:
-        raise invalid(f"Invalid '{param}': the schemas are too large together.", param, "invalid_schema")
+    if not _is_constrained(request):
+        return ""
     try:
         async with asyncio.timeout(CHECK_S):
-            is_bad, problems = await asyncio.to_thread(
-                LLMatcher.validate_grammar_with_warnings, grammar, limits=_LIMITS
-            )
+            return await asyncio.to_thread(_checked_grammar, request, form)
     except TimeoutError:
+        param = param_of(request)
         raise invalid(f"Invalid '{param}': it takes too long to compile.", param, "invalid_schema") from None
+
+
+def _is_constrained(request: ChatCompletionRequest) -> bool:
+    return _must_call(request) or _own_grammar(request) is not None or _wanted_answer(request) is not None
+
+
+def _checked_grammar(request: ChatCompletionRequest, form: AnswerForm) -> str:
+    """Build and check the grammar of a constrained answer. Large schemas take seconds, so that this runs in a thread.
+    Raises ApiError 400."""
+    param = param_of(request)
+    try:
+        own = _own_grammar(request)
+        grammar = LLMatcher.grammar_from_lark(_our_grammar(request, form) if own is None else own)
+    except TooLarge:
+        grammar = None
+    if grammar is None or len(grammar) > MAX_GRAMMAR_BYTES:
+        raise invalid(f"Invalid '{param}': the schemas are too large together.", param, "invalid_schema")
+    is_bad, problems = LLMatcher.validate_grammar_with_warnings(grammar, limits=_LIMITS)
     if is_bad:
-        is_ours = _own_grammar(request) is None
-        problem = _shown(str(problems[0]), hide_place=is_ours) if problems else "it is not understood"
+        problem = _shown(str(problems[0]), hide_place=own is None) if problems else "it is not understood"
         raise invalid(f"Invalid '{param}': {problem}.", param, "invalid_schema")
     return str(grammar)
+
+
+def _our_grammar(request: ChatCompletionRequest, form: AnswerForm) -> str:
+    wanted, calls = _wanted_answer(request), _call_rules(request, form)
+    answer = [] if wanted is None else [f"answer: {wanted()}"]
+    names = [name for name, rules in (("answer", answer), ("calls", calls)) if rules]
+    return "\n".join([f"start: {' | '.join(names)}", *answer, *calls])
 
 
 def _shown(problem: str, *, hide_place: bool) -> str:
@@ -80,10 +96,10 @@ def _own_grammar(request: ChatCompletionRequest) -> str | None:
     return request.guided_grammar or (outputs.grammar if outputs is not None else None)
 
 
-def _answer_rules(request: ChatCompletionRequest) -> list[str]:
-    """Return the rules for an answer without calls."""
+def _wanted_answer(request: ChatCompletionRequest) -> Callable[[], str] | None:
+    """Return what writes the expression for an answer without calls; None if such an answer is free."""
     if _must_call(request):
-        return []
+        return None
     schema: dict[str, Any] | None = request.guided_json
     lenient = False
     regex, choice = request.guided_regex, request.guided_choice
@@ -96,12 +112,12 @@ def _answer_rules(request: ChatCompletionRequest) -> list[str]:
         schema = _ANY_OBJECT if wanted is None or wanted.schema_ is None else wanted.schema_
         lenient = wanted is not None and wanted.strict is False
     if schema is not None:
-        return [f"answer: {json_rule(schema, is_lenient=lenient)}"]
+        return partial(json_rule, schema, is_lenient=lenient)
     if regex is not None:
-        return [f"answer: /{regex_to_lark(regex)}/"]
+        return lambda: f"/{regex_to_lark(regex)}/"
     if choice is not None:
-        return [f"answer: {' | '.join(map(quoted, choice))}"]
-    return []
+        return lambda: " | ".join(map(quoted, choice))
+    return None
 
 
 def _call_rules(request: ChatCompletionRequest, form: AnswerForm) -> list[str]:
@@ -113,7 +129,7 @@ def _call_rules(request: ChatCompletionRequest, form: AnswerForm) -> list[str]:
         for tool in request.tools
         if allowed is None or tool.function.name in allowed
     ]
-    lark = Lark(form.special_ids)
+    lark = Lark(form.special_ids, max_chars=MAX_GRAMMAR_BYTES)
     calls = form.found.calls.taught.grammar(tools, request.parallel_tool_calls is not False, lark)
     return [f"calls: {calls}", *lark.rules]
 

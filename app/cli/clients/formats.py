@@ -7,12 +7,16 @@ exactly that: it is parsed again, and compared with the file's old content and t
 import json
 import re
 import tomllib
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 BEGIN, END = "# begin: reprise client", "# end: reprise client"
-_MARKED = re.compile(rf"^{BEGIN}\n.*?^{END}\n", re.MULTILINE | re.DOTALL)
+_MARKED = re.compile(rf"^{BEGIN}\n(.*?)^{END}\n", re.MULTILINE | re.DOTALL)
+_AT_TABLES = re.compile(r"^(?=[ \t]*\[)", re.MULTILINE)
+_ASSIGNED = re.compile(r"[ \t]*(?:export[ \t]+)?([A-Za-z0-9_-]+)[ \t]*=")
+_SERVER_KEYS = ("provider", "base_url", "baseURL", "baseUrl", "api_base", "apiBase")  # which say whose an entry is
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 _TABLE = re.compile(r"^\s*\[", re.MULTILINE)
 
@@ -30,18 +34,44 @@ class Format(Protocol):
 
 
 def combined(old: Any, ours: Any) -> Any:
-    """Return a value of a file after ours is put into it. Objects are combined, lists by the names of their entries."""
+    """Return a value of a file after ours is put into it. Objects are combined, lists by the names of their entries.
+    Raises NotMerged if an entry that is not ours has the name of one of ours."""
     if isinstance(old, dict) and isinstance(ours, dict):
         return {**old, **{key: combined(old[key], value) if key in old else value for key, value in ours.items()}}
     if isinstance(old, list) and isinstance(ours, list):
-        names = [_name(entry) for entry in ours]
-        return [*(entry for entry in old if entry not in ours and _name(entry) not in names), *ours]
+        replaced: list[Any] = []
+        entries = []
+        for entry in ours:
+            same = [there for there in old if there == entry or _have_one_name(there, entry)]
+            for there in same:
+                _check_ours(there, entry)
+            replaced += same
+            entries.append(combined(same[0], entry) if same else entry)
+        return [*(entry for entry in old if entry not in replaced), *entries]
     return ours
 
 
-def _name(entry: object) -> object:
-    """Return the name of an entry of a list; an entry without one is named by itself."""
-    return entry.get("id") or entry.get("name") if isinstance(entry, dict) else entry
+def _have_one_name(old: object, ours: object) -> bool:
+    if not isinstance(old, dict) or not isinstance(ours, dict):
+        return False
+    name = _name(ours)
+    return name is not None and _name(old) == name
+
+
+def _name(entry: Mapping[str, Any]) -> object:
+    """Return the name of an entry of a list; None if it has none."""
+    return entry.get("id") or entry.get("name") or None
+
+
+def _check_ours(old: object, ours: object) -> None:
+    """Raise NotMerged if an entry with the name of ours is of another server. An entry of ours that does not say which
+    server it is of stands below our provider, and so does the other."""
+    if not isinstance(old, dict) or not isinstance(ours, dict):
+        return
+    told = [key for key in _SERVER_KEYS if key in ours]
+    has_our_title = "id" in ours and "name" in ours and old.get("name") == ours["name"]
+    if told and not has_our_title and not any(old.get(key) == ours[key] for key in told):
+        raise NotMerged(f"it has an entry '{_name(ours)}' already, which is not of this server")
 
 
 def _marked(text: str) -> str:
@@ -68,7 +98,10 @@ class Json:
 @dataclass(frozen=True, slots=True)
 class Toml:
     """Ours stands between marks: values before the file's own, tables after them. A line of the file that sets one of
-    our values becomes a comment."""
+    our values becomes a comment. Clients add values and tables of theirs at the end of others, and so between our
+    marks; these are kept. optional: keys that some of our configurations have, and others leave out."""
+
+    optional: tuple[str, ...] = ()
 
     def text(self, config: Any) -> str:
         values, tables = _values_first(config)
@@ -76,24 +109,52 @@ class Toml:
 
     def merged(self, old: str, config: Any) -> str:
         values, tables = _values_first(config)
-        kept = _MARKED.sub("", old)
+        kept = _MARKED.sub(lambda found: self._not_ours(found[1], config, tables), old)
         try:
-            there = tomllib.loads(kept)
+            before, there = tomllib.loads(old), tomllib.loads(kept)
         except tomllib.TOMLDecodeError as error:
             raise NotMerged(f"it is not TOML ({error})") from None
         begin = found.start() if (found := _TABLE.search(kept)) else len(kept)
         head, tail = kept[:begin], kept[begin:]
         for key in (key for key, value in config.items() if not _is_table(value)):
-            head = re.sub(rf"^(\s*{re.escape(key)}\s*=)", r"# \1", head, flags=re.MULTILINE)
+            head = re.sub(rf"^([ \t]*{re.escape(key)}[ \t]*=)", r"# \1", head, flags=re.MULTILINE)
         text = (_marked(values) if values else "") + head + tail
         text += ("" if text.endswith("\n") else "\n") + (_marked(tables) if tables else "")
         try:
-            is_right = tomllib.loads(text) == combined(there, config)
+            after = tomllib.loads(text)
         except tomllib.TOMLDecodeError:
-            is_right = False
-        if not is_right:
+            after = None
+        if after is None or after != combined(there, config):
             raise NotMerged("it has some of these tables already")
+        remaining = {*_paths(after)}
+        for path in _paths(before):
+            if path not in remaining and path[-1] not in self.optional:
+                name = ".".join(map(str, path))
+                raise NotMerged(f"it has {name} between '{BEGIN}' and '{END}', which is not ours: move it out")
         return text
+
+    def _not_ours(self, marked: str, config: Mapping[str, Any], tables: str) -> str:
+        """Return the values and tables between our marks that are not ours."""
+        values, *others = _AT_TABLES.split(marked)
+        ours = {line for line in tables.splitlines() if line.startswith("[")}
+        kept = [
+            line
+            for line in values.splitlines(keepends=True)
+            if (found := _ASSIGNED.match(line)) and found[1] not in config and found[1] not in self.optional
+        ]
+        return "".join(kept + [table for table in others if table.partition("\n")[0].strip() not in ours])
+
+
+def _paths(value: object, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
+    """Yield where the values of a file are. Entries of a list of tables have numbers."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _paths(inner, (*path, key))
+    elif isinstance(value, list) and _is_table(value):
+        for number, entry in enumerate(value):
+            yield from _paths(entry, (*path, number))
+    else:
+        yield path
 
 
 def _values_first(config: Mapping[str, Any]) -> tuple[str, str]:
@@ -137,7 +198,18 @@ class Yaml:
     def merged(self, old: str, config: Any) -> str:
         if _MARKED.sub("", old).strip():
             raise NotMerged("it is YAML with other lines in it")
-        return _marked(self.text(config))
+        text = self.text(config)
+        there = "".join(found[1] for found in _MARKED.finditer(old))
+        if others := _yaml_keys(there) - _yaml_keys(text):
+            raise NotMerged(
+                f"it has lines between '{BEGIN}' and '{END}' that are not ours: {next(iter(others)).strip()}"
+            )
+        return _marked(text)
+
+
+def _yaml_keys(text: str) -> Counter[str]:
+    """Return the lines of a text up to their values, which may change."""
+    return Counter(line.partition(":")[0] for line in text.splitlines() if line.strip())
 
 
 def _yaml_lines(value: Mapping[str, Any]) -> Iterator[str]:
@@ -164,10 +236,17 @@ class Variables:
         return "".join(f"{name}={_scalar(value)}\n" for name, value in config.items())
 
     def merged(self, old: str, config: Any) -> str:
-        kept = _MARKED.sub("", old)
+        kept = _MARKED.sub(lambda found: _other_variables(found[1], config), old)
         for name in config:
-            kept = re.sub(rf"^(\s*(?:export\s+)?{re.escape(name)}\s*=)", r"# \1", kept, flags=re.MULTILINE)
+            ours = rf"^([ \t]*(?:export[ \t]+)?{re.escape(name)}[ \t]*=)"
+            kept = re.sub(ours, r"# \1", kept, flags=re.MULTILINE)
         return kept + ("" if not kept or kept.endswith("\n") else "\n") + _marked(self.text(config))
+
+
+def _other_variables(marked: str, config: Mapping[str, Any]) -> str:
+    """Return the lines between our marks that are not ours."""
+    lines = marked.splitlines(keepends=True)
+    return "".join(line for line in lines if not (found := _ASSIGNED.match(line)) or found[1] not in config)
 
 
 @dataclass(frozen=True, slots=True)

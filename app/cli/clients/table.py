@@ -159,7 +159,7 @@ CLIENTS = {
             title="Codex",
             dialect="responses",
             first_tokens=6800,
-            form=Toml(),
+            form=Toml(optional=("env_key",)),
             config=_codex,
             path="~/.codex/config.toml",
             moved_by=("CODEX_HOME", "config.toml"),

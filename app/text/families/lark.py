@@ -2,13 +2,19 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 # JSON on one line, as models are taught to write it; with free white space, small models lose track.
 _LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _MAX_REFERENCES = 8  # that are followed from one schema to the next
+_MAX_REFERENCE_CHARS = 1024
+_DEFINITIONS = ("$defs", "definitions")
+
+
+class TooLarge(Exception):
+    """A grammar that has more characters than its maker may use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,19 +29,29 @@ class OfferedTool:
 
 class Lark:
     """A grammar under construction. special_ids: the ids of special tokens by their texts. A special token in a grammar
-    has to be named by its id, because its text would stand for the plain tokens that spell it."""
+    has to be named by its id, because its text would stand for the plain tokens that spell it. max_chars: how long all
+    rules may be together; the method that adds one too many raises TooLarge."""
 
-    def __init__(self, special_ids: Mapping[str, int] | None = None) -> None:
+    def __init__(self, special_ids: Mapping[str, int], *, max_chars: int) -> None:
         self.rules: list[str] = []
-        self._special_ids = special_ids or {}
+        self._chars_left = max_chars
+        self._json_rules: dict[str, str] = {}  # names by bodies
+        self._special_ids = special_ids
         longest_first = sorted(self._special_ids, key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
     def rule(self, name: str, body: str, attribute: str = "") -> str:
         """Add a rule under a name of its own, which is returned. attribute: such as `suffix="..."`."""
         name = f"{name}{len(self.rules)}"
-        self.rules.append(f"{name}{f'[{attribute}]' if attribute else ''}: {body}")
+        self.add(f"{name}{f'[{attribute}]' if attribute else ''}: {body}")
         return name
+
+    def add(self, *rules: str) -> None:
+        """Add rules as they are."""
+        self._chars_left -= sum(map(len, rules))
+        if self._chars_left < 0:
+            raise TooLarge
+        self.rules += rules
 
     def joined(self, *parts: str) -> str:
         return " ".join(part for part in parts if part)
@@ -56,7 +72,11 @@ class Lark:
         return text in self._special_ids
 
     def json(self, schema: dict[str, Any], tool: OfferedTool) -> str:
-        return json_rule(schema, is_lenient=tool.is_lenient)
+        """Return an expression for JSON that follows a schema of a tool; the same one for equal schemas."""
+        body = json_rule(schema, is_lenient=tool.is_lenient)
+        if body not in self._json_rules:
+            self._json_rules[body] = self.rule("json", body)
+        return self._json_rules[body]
 
     def text_up_to(self, end: str) -> str:
         """Return an expression for any text up to `end`, and `end` itself."""
@@ -77,11 +97,16 @@ class Lark:
         if required:
             first = f" {separator} ".join(required)
             return self.joined(first, *(f"({self.joined(separator, part)})?" for part in optional))
-        ways = [
-            self.joined(part, *(f"({self.joined(separator, later)})?" for later in optional[place + 1 :]))
-            for place, part in enumerate(optional)
-        ]
-        return f"({' | '.join(ways)})?" if ways else ""
+        return f"({self._some(optional, separator)})?" if optional else ""
+
+    def _some(self, parts: Sequence[str], separator: str) -> str:
+        """Return an expression for one or more of the parts, in order. Halves of halves keep the rules few and their
+        nesting shallow: llguidance recurses over nested rules, and its stack ends at some thousands."""
+        if len(parts) == 1:
+            return parts[0]
+        middle = len(parts) // 2
+        first, last = self._some(parts[:middle], separator), self._some(parts[middle:], separator)
+        return self.rule("some", f"{first} ({self.joined(separator, last)})? | {last}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +126,9 @@ def properties(schema: dict[str, Any]) -> list[Property] | None:
     if not isinstance(given, dict):
         return [] if schema.get("additionalProperties") is False else None
     required = schema.get("required")
-    wanted = set(required) if isinstance(required, list) else set()
+    wanted = {name for name in required if isinstance(name, str)} if isinstance(required, list) else set()
     found = [
-        Property(str(name), _with_definitions(value, schema), name in wanted)
+        Property(str(name), value if isinstance(value, dict) else {}, name in wanted)
         for name, value in given.items()
         if value is not False
     ]
@@ -118,6 +143,8 @@ def resolved(schema: object, root: dict[str, Any]) -> dict[str, Any]:
         reference = schema.get("$ref")
         if not isinstance(reference, str):
             return schema
+        if len(reference) > _MAX_REFERENCE_CHARS:
+            return {}
         found: Any = root if reference.startswith("#") else None
         for step in reference.removeprefix("#").strip("/").split("/"):
             found = found.get(step.replace("~1", "/").replace("~0", "~")) if step and isinstance(found, dict) else found
@@ -125,10 +152,36 @@ def resolved(schema: object, root: dict[str, Any]) -> dict[str, Any]:
     return {}
 
 
-def _with_definitions(value: object, root: dict[str, Any]) -> dict[str, Any]:
-    """Return a property's schema with the definitions that it may refer to."""
-    schema = value if isinstance(value, dict) else {}
-    return {**{name: root[name] for name in ("$defs", "definitions") if name in root}, **schema}
+def with_definitions(schema: dict[str, Any], root: dict[str, Any]) -> dict[str, Any]:
+    """Return a property's schema with the definitions that it refers to, directly and through others. root: the schema
+    that it is a property of, which may itself be a reference."""
+    root = {**root, **resolved(root, root)}
+    listed = {name: root[name] for name in _DEFINITIONS if isinstance(root.get(name), dict)}
+    needed: dict[str, dict[str, Any]] = {}
+    waiting = [schema]
+    while waiting:
+        for reference in _references(waiting.pop()):
+            kind, _, path = reference.removeprefix("#/").partition("/")
+            name = path.partition("/")[0].replace("~1", "/").replace("~0", "~")
+            if name not in listed.get(kind, {}):
+                return {**listed, **schema}  # a form of reference that is not known here
+            if name not in needed.setdefault(kind, {}):
+                needed[kind][name] = listed[kind][name]
+                waiting.append(listed[kind][name])
+    return {**needed, **schema}
+
+
+def _references(schema: object) -> Iterator[str]:
+    """Yield all references in a schema."""
+    waiting = [schema]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, dict):
+            if isinstance(reference := value.get("$ref"), str):
+                yield reference
+            waiting += value.values()
+        elif isinstance(value, list):
+            waiting += value
 
 
 def json_rule(schema: dict[str, Any], *, is_lenient: bool) -> str:

@@ -75,7 +75,7 @@ class PythonCalls:
 
     def grammar(self, tools: list[OfferedTool], many: bool, lark: Lark) -> str:
         before, after = self._frame()
-        lark.rules.append(_VALUES.strip())
+        lark.add(_VALUES.strip())
         rules = []
         for tool in tools:
             listed = properties(tool.schema)

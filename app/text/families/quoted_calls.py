@@ -64,12 +64,12 @@ class QuotedCalls:
         quote = lark.literal(self.quote)
         text = lark.joined(quote, lark.text_up_to(self.quote))
         bare = " | ".join((*(_BY_TYPE[name] for name in ("number", "boolean", "null")), "quotedlist", "quotedobject"))
-        lark.rules += [
+        lark.add(
             f"quotedvalue: {text} | {bare}",
             'quotedlist: "[" (quotedvalue ("," quotedvalue)*)? "]"',
             'quotedobject: "{" (quotedpair ("," quotedpair)*)? "}"',
             r'quotedpair: /[A-Za-z0-9_.\-]+/ ":" quotedvalue',
-        ]
+        )
         rules = []
         for tool in tools:
             listed = properties(tool.schema)

@@ -5,9 +5,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from reprise.app.text.answer_parts import possible
-from reprise.app.text.families.lark import Lark, OfferedTool, Property, properties, quoted
+from reprise.app.text.families.lark import (
+    Lark,
+    OfferedTool,
+    Property,
+    properties,
+    quoted,
+    with_definitions,
+)
 from reprise.app.text.families.reading import MAX_NAME_CHARS, JsonEnd, Progress, Reader, Steps
-from reprise.app.text.families.typed_values import TextToJson, kind_of
+from reprise.app.text.families.typed_values import ArgumentTypes, TextToJson
 from reprise.app.text.plain_text import json_text
 
 
@@ -93,20 +100,20 @@ class TaggedCalls:
             before, after = (text.split("\0") for text in self._around("\0", is_string=True))
             opening = lark.joined(lark.literal(before[0]), key, lark.literal(before[1]))
             return f"({lark.joined(opening, lark.text_up_to(after[0]))})*"
-        parts = []
+        parts, types = [], ArgumentTypes(tool.schema)
         for item in listed:
-            part = lark.rule("argument", self._argument(item, tool, lark))
+            part = lark.rule("argument", self._argument(item, tool, types, lark))
             parts.append(part if item.is_required else f"({part})?")
         return lark.joined(*parts)
 
-    def _argument(self, item: Property, tool: OfferedTool, lark: Lark) -> str:
-        kind, _ = kind_of(tool.schema, item.name)
+    def _argument(self, item: Property, tool: OfferedTool, types: ArgumentTypes, lark: Lark) -> str:
+        kind, _ = types.kind_of(item.name)
         before, after = self._around(item.name, is_string=kind != "json")
         values = item.schema.get("enum")
         if isinstance(values, list) and values and all(isinstance(value, str) for value in values):
             value = f"({' | '.join(map(quoted, values))}) {lark.literal(after)}"
         elif kind == "json":
-            value = f"{lark.json(item.schema, tool)} {lark.literal(after)}"
+            value = f"{lark.json(with_definitions(item.schema, tool.schema), tool)} {lark.literal(after)}"
         else:
             value = lark.text_up_to(after)
         return lark.joined(lark.literal(before), value)
@@ -119,7 +126,7 @@ class _TaggedReader(Steps):
         self._num_arguments = 0
         self._value = TextToJson("string", frozenset())
         self._value_has_begun = False
-        self._name = ""
+        self._types = ArgumentTypes({})
         self._end = JsonEnd()
 
     def open(self) -> Progress | None:
@@ -133,8 +140,9 @@ class _TaggedReader(Steps):
         if found is not None:
             if not self.calls.knows(found["name"]):
                 return Progress.TEXT
-            self.at, self._name, self._num_arguments = found.end(), found["name"], 0
-            self.begin(self._name)
+            self.at, self._num_arguments = found.end(), 0
+            self._types = ArgumentTypes(self.calls.schema(found["name"]))
+            self.begin(found["name"])
             return self.then(self._next)
         if self.may_become(shape.head_open) or self.text.startswith(shape.head_open, self.at):
             return self.wait(MAX_NAME_CHARS)
@@ -170,7 +178,7 @@ class _TaggedReader(Steps):
 
     def _argument(self, found: re.Match[str]) -> Progress | None:
         key = found["key"].strip()
-        kind, types = kind_of(self.calls.schema(self._name), key)
+        kind, types = self._types.kind_of(key)
         told = found.groupdict().get("is_string")
         if told is not None:
             kind = "string" if told == "true" else "json"

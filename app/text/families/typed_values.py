@@ -8,39 +8,62 @@ from reprise.app.text.families.lark import resolved
 from reprise.app.text.plain_text import json_text, plain_text
 
 Kind = Literal["string", "json", "either"]
+_MAX_NESTED_CHOICES = 4  # levels of anyOf and oneOf that are looked into
 _PYTHON = {"True": "true", "False": "false", "None": "null"}
 _TYPES: dict[type, str] = {bool: "boolean", int: "integer", float: "number", dict: "object", list: "array"}
 
 
-def kind_of(schema: dict[str, Any], key: str) -> tuple[Kind, frozenset[str]]:
-    """Return how to read the text of an argument, and the types that its schema allows (none: any). string: as it is.
-    json: as JSON, if it is some, else as it is. either: as JSON if that has one of the types, else as it is."""
-    root = resolved(schema, schema)
-    listed = root.get("properties")
-    types = _types(listed.get(key), {**schema, **root}) if isinstance(listed, dict) else frozenset[str]()
-    if types == {"string"}:
-        return "string", types
-    return "either" if "string" in types else "json", types
+class ArgumentTypes:
+    """The types of one tool's arguments. A schema that many others refer to is read once, so that the time for all
+    arguments together grows with the size of the tool's schema, whatever its references do."""
+
+    def __init__(self, schema: dict[str, Any]) -> None:
+        root = resolved(schema, schema)
+        self._root = {**schema, **root}
+        listed = root.get("properties")
+        self._listed = listed if isinstance(listed, dict) else {}
+        self._known: dict[tuple[int, int], frozenset[str]] = {}  # by a schema's id and the depth left
+
+    def kind_of(self, key: str) -> tuple[Kind, frozenset[str]]:
+        """Return how to read the text of an argument, and the types that its schema allows (none: any). string: as it
+        is. json: as JSON, if it is some, else as it is. either: as JSON if that has one of the types, else as it is."""
+        types = self._types(self._listed.get(key), _MAX_NESTED_CHOICES)
+        if types == {"string"}:
+            return "string", types
+        return "either" if "string" in types else "json", types
+
+    def _types(self, schema: object, depth: int) -> frozenset[str]:
+        found = resolved(schema, self._root)
+        if not found:
+            return frozenset()
+        place = id(found), depth
+        if place not in self._known:
+            types = _own_types(found)
+            self._known[place] = self._types_of_choices(found, depth) if types is None else types
+        return self._known[place]
+
+    def _types_of_choices(self, schema: dict[str, Any], depth: int) -> frozenset[str]:
+        types: frozenset[str] = frozenset()
+        for name in ("anyOf", "oneOf"):
+            if isinstance(ways := schema.get(name), list) and depth:
+                for way in ways:
+                    if not (allowed := self._types(way, depth - 1)):
+                        return frozenset()
+                    types |= allowed
+        return types
 
 
-def _types(schema: object, root: dict[str, Any], depth: int = 4) -> frozenset[str]:
-    found = resolved(schema, root)
-    given = found.get("type")
+def _own_types(schema: dict[str, Any]) -> frozenset[str] | None:
+    """Return the types that a schema names or lists values of; None if it does neither."""
+    given = schema.get("type")
     if isinstance(given, str):
         return frozenset({given})
     if isinstance(given, list):
         return frozenset(name for name in given if isinstance(name, str))
-    values = found.get("enum", [found["const"]] if "const" in found else [])
+    values = schema.get("enum", [schema["const"]] if "const" in schema else [])
     if isinstance(values, list) and values:
         return frozenset("string" if isinstance(value, str) else _type_of(value) for value in values)
-    types: frozenset[str] = frozenset()
-    for name in ("anyOf", "oneOf"):
-        if isinstance(ways := found.get(name), list) and depth:
-            each = [_types(way, root, depth - 1) for way in ways]
-            if not all(each):
-                return frozenset()
-            types |= frozenset().union(*each)
-    return types
+    return None
 
 
 def _type_of(value: object) -> str:

@@ -1,4 +1,5 @@
 import json
+import threading
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ from reprise.app.errors import ApiError
 from reprise.app.schemas.chat import ChatCompletionRequest
 from reprise.app.text.answer_form import NO_FORM, AnswerForm
 from reprise.app.text.families.detect import Found
+from reprise.app.text.families.lark import Lark
 from reprise.app.text.families.table import FAMILIES
 from reprise.app.text.grammars import grammar_of
 from tests.app.text.families.samples import SAMPLES, tokenizer_for, written
@@ -75,6 +77,32 @@ async def test_what_an_answer_may_be(tokenizer, fields, style, good, bad):
 @pytest.mark.parametrize("fields", [{}, {"tools": TOOLS}, {"response_format": {"type": "text"}}])
 async def test_most_answers_are_free(fields):
     assert await grammar_of(request(**fields), NO_FORM) == ""
+
+
+def tool(**parameters: Any) -> list[dict[str, Any]]:
+    return [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+
+
+@pytest.mark.parametrize("parameters", [{"type": ["object", "null"]}, {"type": "string"}, {"not": {}}])
+async def test_schemas_of_tools_are_not_judged_where_no_call_is_forced(parameters):
+    assert await grammar_of(request(tools=tool(**parameters), tool_choice="auto"), NO_FORM) == ""
+
+
+async def test_rules_of_calls_are_written_in_another_thread_and_only_for_a_grammar(monkeypatch):
+    writers = []
+    written = Lark.rule
+
+    def rule(self: Lark, *args: str) -> str:
+        writers.append(threading.current_thread())
+        return written(self, *args)
+
+    monkeypatch.setattr(Lark, "rule", rule)
+    await grammar_of(request(tools=TOOLS), NO_FORM)
+    await grammar_of(request(tools=TOOLS, guided_grammar='start: "a"'), NO_FORM)
+    assert not writers
+    await grammar_of(request(tools=TOOLS, tool_choice="required"), NO_FORM)
+    assert writers
+    assert threading.current_thread() not in writers
 
 
 @pytest.mark.parametrize(
@@ -193,3 +221,71 @@ async def test_required_calls_have_the_form_of_the_models_family(family):
     named = {"type": "function", "function": {"name": "anything"}}
     grammar = await grammar_of(request(tools=FAMILY_TOOLS, tool_choice=named), tokenizer.form)
     assert not accepts([("look_up", {"place": "Rome"})])
+
+
+BY_SHAPE = ("qwen-coder", "lfm2", "gemma")  # tagged, Python's and quoted calls, whose arguments have rules of their own
+
+
+@pytest.mark.parametrize("required", [[], ["p0"], [{}, None, "p0"]])
+@pytest.mark.parametrize("family", BY_SHAPE)
+async def test_a_tool_may_have_hundreds_of_properties(family, required):
+    listed = {f"p{n}": {"type": "integer"} for n in range(500)}
+    fields = {"tools": tool(type="object", properties=listed, required=required), "tool_choice": "required"}
+    tokenizer = tokenizer_for(family)
+    own = LLTokenizer(tokenizer._tokenizer.to_str(), eos_token=tokenizer.encode("<|im_end|>")[0])
+    grammar = await grammar_of(request(**fields), tokenizer.form)
+
+    def accepts(*names: str) -> bool:
+        matcher = LLMatcher(own, grammar, log_level=0)
+        ids = tokenizer.encode(written(family, [("f", dict.fromkeys(names, 1))]))
+        return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+    assert accepts("p0", "p70", "p71", "p499")
+    assert accepts("p0")
+    assert accepts("p70") != bool(required)
+    assert accepts() != bool(required)
+    assert not accepts("p0", "p71", "p70"), "they stand in the order of the schema"
+    assert not accepts("p0", "p500")
+
+
+@pytest.mark.parametrize("family", BY_SHAPE)
+async def test_a_grammar_grows_with_the_number_of_properties(family):
+    """Four times as many properties need about four times as many rules, of which none is much longer."""
+    sizes = []
+    for count in (1000, 4000):
+        parameters = {"type": "object", "properties": {f"p{n}": {"type": "integer"} for n in range(count)}}
+        fields = {"tools": tool(**parameters), "tool_choice": "required"}
+        sizes.append(len(await grammar_of(request(**fields), tokenizer_for(family).form)))
+    assert sizes[1] < 5 * sizes[0]
+
+
+async def test_definitions_are_given_to_the_properties_that_need_them():
+    """200 properties and 100 KB of definitions, which one of them needs, fit into 1 MiB."""
+    large = {"type": "object", "properties": {f"key_{n}": {"type": "integer"} for n in range(3000)}}
+    listed = {f"p{n}": {"$ref": "#/$defs/Day"} if n % 2 else {"type": "integer"} for n in range(200)}
+    definitions = {"Day": {"$ref": "#/$defs/Number"}, "Number": {"type": "integer"}, "Large": large}
+    arguments = {"type": "object", "properties": {**listed, "large": {"$ref": "#/$defs/Large"}}}
+    parameters = {"$ref": "#/$defs/Args", "$defs": {**definitions, "Args": arguments}}
+    form = tokenizer_for("qwen-coder").form
+    grammar = await grammar_of(request(tools=tool(**parameters), tool_choice="required"), form)
+    assert grammar.count("Number") == 2, "all properties that need it share a rule, which names it twice"
+
+
+@pytest.mark.parametrize("family", BY_SHAPE)
+async def test_no_more_rules_are_written_once_they_are_too_large(family, monkeypatch):
+    """3,000 properties with a different schema of 100 KB each would be 300 MB."""
+    values = {"type": "object", "enum": ["x" * 100_000]}
+    listed = {f"p{n}": {**values, "title": str(n), "required": ["a"]} for n in range(3000)}
+    sizes = []
+    written = Lark.rule
+
+    def rule(self: Lark, name: str, body: str, *args: str) -> str:
+        sizes.append(len(body))
+        return written(self, name, body, *args)
+
+    monkeypatch.setattr(Lark, "rule", rule)
+    fields = {"tools": tool(type="object", properties=listed), "tool_choice": "required"}
+    with pytest.raises(ApiError, match="the schemas are too large together") as error:
+        await grammar_of(request(**fields), tokenizer_for(family).form)
+    assert (error.value.status, error.value.param) == (400, "tools")
+    assert sum(sizes) < 1.2 * (1 << 20)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from reprise.app.cli.clients.formats import Format, Json, Lines, NotMerged, Toml, Variables, Yaml
+from reprise.app.cli.clients.formats import BEGIN, END, Format, Json, Lines, NotMerged, Toml, Variables, Yaml
 
 OURS: dict[str, Any] = {"model": "m", "window": 8, "providers": {"reprise": {"url": "u", "odd key": [1, 2]}}}
 THEIRS = '# mine\nmodel = "old"\nother = 1\n\n[providers.else]\nurl = "x"  # stays\n'
@@ -77,3 +77,69 @@ def test_variables_replace_those_that_the_file_sets() -> None:
     assert text.splitlines()[:2] == ["A=1", "# export B=2"]
     assert 'B="x \\"y\\""' in text
     assert Variables().merged(text, {"B": 'x "y"'}) == text
+
+
+def test_what_a_client_adds_between_the_marks_of_a_toml_file_is_kept() -> None:
+    """Codex adds values after the last one and tables after the last one, which are ours."""
+    once = Toml().merged("", OURS)
+    added = once.replace("window = 8\n", 'window = 8\neffort = "high"\n', 1)
+    added = added.removesuffix(f"{END}\n") + f'\n[projects."/x"]\ntrust = "yes"\n{END}\n'
+    text = Toml().merged(added, {**OURS, "window": 9})
+    assert tomllib.loads(text) == {**OURS, "window": 9, "effort": "high", "projects": {"/x": {"trust": "yes"}}}
+    assert Toml().merged(text, {**OURS, "window": 9}) == text
+
+
+@pytest.mark.parametrize("form", [Toml(), Toml(optional=("key",))])
+def test_what_a_user_adds_to_a_table_of_ours_is_not_dropped(form: Toml) -> None:
+    added = form.merged("", OURS).replace('url = "u"\n', 'url = "u"\nkey = "K"\n')
+    if form.optional:
+        assert tomllib.loads(form.merged(added, OURS)) == OURS, "it was ours, and is not any more"
+    else:
+        with pytest.raises(NotMerged, match=r"providers\.reprise\.key .* not ours"):
+            form.merged(added, OURS)
+
+
+def test_an_entry_that_a_user_adds_to_a_list_of_ours_is_not_dropped() -> None:
+    ours = {"models": [{"name": "m", "at": "reprise"}]}
+    added = Toml().merged("", ours).replace(END, '[[models]]\nname = "x"\nat = "else"\n' + END)
+    with pytest.raises(NotMerged, match="not ours"):
+        Toml().merged(added, ours)
+    assert "n" in Toml().merged(Toml().merged("", ours), {"models": [{"name": "n", "at": "reprise"}]})
+
+
+@pytest.mark.parametrize("line", ["theirs: 1\n", "  - name: x\n", "# mine\n"])
+def test_lines_that_a_user_adds_to_yaml_of_ours_are_refused(line: str) -> None:
+    ours = {"name": "y", "models": [{"name": "m"}]}
+    added = Yaml().merged("", ours).replace(END, line + END)
+    with pytest.raises(NotMerged, match="not ours"):
+        Yaml().merged(added, ours)
+
+
+def test_variables_that_a_user_adds_between_our_marks_are_kept() -> None:
+    once = Variables().merged("A=1\n", {"B": "x"})
+    text = Variables().merged(once.replace(END, f"C=3\n# why\n{END}"), {"B": "y"})
+    assert text == f'A=1\nC=3\n# why\n{BEGIN}\nB="y"\n{END}\n'
+
+
+def test_a_line_after_an_empty_one_becomes_a_comment() -> None:
+    assert '\n\n# model = "old"\n' in Toml().merged('# mine\n\nmodel = "old"\n', OURS)
+    assert Variables().merged("A=1\n\nB=2\n", {"B": "x"}).startswith("A=1\n\n# B=2\n")
+
+
+def test_entries_of_a_json_list_are_combined_with_those_of_the_same_server() -> None:
+    old = {"models": [{"id": "m", "baseUrl": "u", "cost": 1, "n": 1}, {"temperature": 0}, {"id": None}]}
+    ours = {"models": [{"id": "m", "baseUrl": "u", "n": 2}, {"roles": ["chat"]}]}
+    assert json.loads(Json().merged(json.dumps(old), ours)) == {
+        "models": [
+            {"temperature": 0}, {"id": None}, {"id": "m", "baseUrl": "u", "cost": 1, "n": 2}, {"roles": ["chat"]},
+        ],
+    }  # fmt: skip
+
+
+def test_an_entry_of_another_server_with_our_name_is_refused() -> None:
+    old = {"models": [{"id": "m", "name": "M", "baseUrl": "https://else"}]}
+    ours = {"models": [{"id": "m", "name": "m (Reprise)", "baseUrl": "u"}]}
+    with pytest.raises(NotMerged, match="'m' already, which is not of this server"):
+        Json().merged(json.dumps(old), ours)
+    moved = {"models": [{"id": "m", "name": "m (Reprise)", "baseUrl": "u2"}]}
+    assert json.loads(Json().merged(json.dumps(ours), moved)) == moved, "our server listens elsewhere now"

@@ -1,8 +1,10 @@
 import json
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
-from reprise.app.text.families.typed_values import TextToJson, json_of, kind_of
+from reprise.app.text.families.typed_values import ArgumentTypes, TextToJson, json_of
 
 SCHEMA = {
     "$defs": {"Day": {"type": "integer"}, "Name": {"$ref": "#/$defs/Word"}, "Word": {"type": "string"}},
@@ -55,7 +57,7 @@ SCHEMA = {
     ],
 )
 def test_the_schema_tells_the_type(key: str, text: str, value: object) -> None:
-    kind, types = kind_of(SCHEMA, key)
+    kind, types = ArgumentTypes(SCHEMA).kind_of(key)
     assert json.loads(json_of(text, kind, types)) == value
     writer = TextToJson(kind, types)
     pieces = [writer.push(piece) for piece in (text[:1], text[1:])]
@@ -65,5 +67,33 @@ def test_the_schema_tells_the_type(key: str, text: str, value: object) -> None:
 
 def test_schemas_that_are_none_tell_nothing() -> None:
     for schema in ({}, {"properties": []}, {"properties": {"a": True}}, {"$ref": "#"}, {"$ref": "http://else"}):
-        assert kind_of(schema, "a") == ("json", frozenset())
+        assert ArgumentTypes(schema).kind_of("a") == ("json", frozenset())
     assert json_of("", "string", frozenset()) == '""'
+
+
+class _Counted(list[Any]):
+    """A list that counts how often its items are asked for."""
+
+    asked = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        type(self).asked += 1
+        return super().__iter__()
+
+
+def test_a_schema_that_many_refer_to_is_read_once() -> None:
+    """Every choice refers to all choices again: 60^4 ways lead to the deepest of them."""
+    ways = _Counted({"$ref": "#/$defs/a"} for _ in range(60))
+    listed = {f"p{n}": {"$ref": "#/$defs/a"} for n in range(50)}
+    types = ArgumentTypes({"$defs": {"a": {"anyOf": ways}}, "properties": listed})
+    assert {types.kind_of(key) for key in listed} == {("json", frozenset())}
+    assert _Counted.asked < 10
+
+
+def test_choices_add_their_types_at_every_depth() -> None:
+    word, number = {"type": "string"}, {"type": "integer"}
+    schema = {
+        "$defs": {"word": word, "either": {"oneOf": [{"$ref": "#/$defs/word"}, number]}},
+        "properties": {"a": {"anyOf": [{"$ref": "#/$defs/either"}, {"$ref": "#/$defs/either"}, {"type": "null"}]}},
+    }
+    assert ArgumentTypes(schema).kind_of("a") == ("either", {"string", "integer", "null"})
