@@ -210,7 +210,7 @@ def rendered_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
     """Return a call for chat templates, with its arguments as an object if they are valid JSON of one."""
     try:
         value = json.loads(arguments)
-    except ValueError:
+    except (ValueError, RecursionError):
         value = None
     given: Any = value if isinstance(value, dict) else arguments
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": given}}
@@ -239,7 +239,7 @@ def _schema_text(value: object) -> object:
     if isinstance(value, str) and len(value) <= 1 << 17:
         try:
             return json.loads(value)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise PydanticCustomError("json_schema", "Not valid JSON") from None
     return value
 

@@ -130,10 +130,11 @@ def _reason(choice: Answer) -> dict[str, Any]:
 
 
 def _object(arguments: str) -> dict[str, Any]:
-    """Parse a call's arguments; arguments cut short by the token limit become an empty object."""
+    """Parse a call's arguments; those that are cut short by the token limit, or too deeply nested to be read, become an
+    empty object."""
     try:
         value = json.loads(arguments)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
 
