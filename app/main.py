@@ -151,7 +151,7 @@ def compose(settings: Settings, engine: EnginePort | None) -> Parts:
         sessions=sessions,
         quotas=quotas,
         service=service,
-        responses=Responses(service, store, hooks, thought_seal),
+        responses=Responses(service, store, hooks, thought_seal, max_referred_bytes=settings.limits.body_bytes),
         thought_seal=thought_seal,
         metrics=metrics,
         live=live,

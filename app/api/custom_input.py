@@ -7,43 +7,62 @@ import re
 from reprise.app.schemas.tools import CUSTOM_ARGUMENT
 
 _OPENING = re.compile(r'\s*\{\s*"' + CUSTOM_ARGUMENT + r'"\s*:\s*"')
-_COMPLETE = re.compile(r'(?:[^"\\]|\\(?:[^u]|u[0-9A-Fa-f]{4}))*')  # whole characters of a JSON string
-_HIGH_SURROGATE = re.compile(r"\\u[dD][89abAB][0-9A-Fa-f]{2}\Z")
+_HIGH, _LOW = r"u[dD][89abAB][0-9A-Fa-f]{2}", r"u[dD][c-fC-F][0-9A-Fa-f]{2}"  # halves of one character
+_BEGUN_LOW = r"\\(?:u(?:[dD](?:[c-fC-F][0-9A-Fa-f]?)?)?)?"
+_TOKEN = re.compile(
+    r'(?P<plain>[^"\\]+)|(?P<end>")'
+    rf"|(?P<begun>\\(?:u[0-9A-Fa-f]{{0,3}}|{_HIGH}(?:{_BEGUN_LOW})?)?\Z)"  # goes on with the next piece
+    rf'|(?P<escape>\\(?:{_HIGH}\\{_LOW}|u[0-9A-Fa-f]{{4}}|["\\/bfnrt]))'
+    r"|(?P<literal>\\)"  # begins no escape that JSON knows, as in a path or an expression
+)
 
 
 class CustomInput:
-    """A decoder of one call's arguments, which arrive in pieces cut anywhere."""
+    """A decoder of one call's arguments, which arrive in pieces cut anywhere. The sum of what it returns does not
+    depend on the cuts."""
 
     def __init__(self) -> None:
         self._rest = ""  # what is not decoded yet
         self._has_begun = False
+        self._has_ended = False
 
     def push(self, arguments: str) -> str:
         """Return the text that more of the arguments add to the input."""
+        if self._has_ended:
+            return ""
         self._rest += arguments
         if not self._has_begun:
             if (opening := _OPENING.match(self._rest)) is None:
                 return ""
             self._has_begun = True
             self._rest = self._rest[opening.end() :]
-        found = _COMPLETE.match(self._rest)
-        assert found is not None
-        text = found[0]
-        if (half := _HIGH_SURROGATE.search(text)) is not None:  # the other half of the character is yet to come
-            text = text[: half.start()]
-        self._rest = self._rest[len(text) :]
-        return _decoded(text)
+        return self._take()
 
     def flush(self) -> str:
-        """Return what is left at the end of the call: all of it if the arguments were not those of a custom tool."""
+        """Return what is left at the end of the call: all of it if the arguments were not those of a custom tool. An
+        escape that the end of the answer cut is left out."""
         if self._has_begun or not self._rest:
             return ""
         try:
             value = json.loads(self._rest)
-        except ValueError:
+        except (ValueError, RecursionError):
             return self._rest
         given = value.get(CUSTOM_ARGUMENT) if isinstance(value, dict) else None
-        return given if isinstance(given, str) else self._rest
+        return _sendable(given) if isinstance(given, str) else self._rest
+
+    def _take(self) -> str:
+        """Decode the string as far as it is clear."""
+        texts: list[str] = []
+        rest, place = self._rest, 0
+        while (token := _TOKEN.match(rest, place)) is not None and token.lastgroup != "begun":
+            if token.lastgroup == "end":
+                self._has_ended = True
+                self._rest = ""
+                return "".join(texts)
+            texts.append(_unescaped(token[0]) if token.lastgroup == "escape" else token[0])
+            place = token.end()
+        self._rest = rest[place:]
+        return "".join(texts)
 
 
 def input_of(arguments: str) -> str:
@@ -52,9 +71,10 @@ def input_of(arguments: str) -> str:
     return decoder.push(arguments) + decoder.flush()
 
 
-def _decoded(text: str) -> str:
-    try:
-        decoded: str = json.loads(f'"{text}"', strict=False)
-    except ValueError:
-        return text  # an escape that JSON does not know
-    return decoded.encode("utf-8", "replace").decode()  # half a character cannot be sent
+def _unescaped(escape: str) -> str:
+    return _sendable(json.loads(f'"{escape}"'))
+
+
+def _sendable(text: str) -> str:
+    """Replace halves of characters, which cannot be sent."""
+    return text.encode("utf-8", "replace").decode()

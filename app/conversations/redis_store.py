@@ -275,7 +275,7 @@ class RedisStore:
         """Store a new conversation. items: with ids."""
         created = int(time.time())
         key = _conversation(tenant, conversation_id)
-        await self._write("create", key, MAX_ITEMS, created, _encode(metadata), *map(_encode, items))
+        await self._write("create", key, MAX_ITEMS, created, _encode(metadata), *self._bodies(key, items))
         return StoredConversation(conversation_id, created, metadata)
 
     async def conversation(self, tenant: str, conversation_id: str) -> StoredConversation:
@@ -288,7 +288,8 @@ class RedisStore:
         await self._write("drop", _conversation(tenant, conversation_id))
 
     async def append(self, tenant: str, conversation_id: str, items: list[Item]) -> None:
-        await self._about("append", tenant, conversation_id, MAX_ITEMS, *map(_encode, items))
+        bodies = self._bodies(conversation_id, items)
+        await self._about("append", tenant, conversation_id, MAX_ITEMS, *bodies)
 
     async def items(self, tenant: str, conversation_id: str) -> list[Item]:
         """Return all items of a conversation, oldest first."""
@@ -305,6 +306,14 @@ class RedisStore:
     async def sweep(self) -> None:
         """Delete records that were not used for their time to live, a bounded number per call."""
         await self._write("sweep", "", SWEEP_BATCH)
+
+    def _bodies(self, name: str, items: list[Item]) -> list[bytes]:
+        """Return items as they are stored. Raises TooLong if they have no room even alone: all else would be evicted
+        for them."""
+        bodies = [_encode(item) for item in items]
+        if sum(map(len, bodies)) > self._max_bytes:
+            raise TooLong(name)
+        return bodies
 
     async def _about(
         self, what: str, tenant: str, conversation_id: str, *values: str | bytes | int

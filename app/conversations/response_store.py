@@ -48,7 +48,7 @@ class NotStored(Exception):
 
 
 class TooLong(Exception):
-    """The conversation would have more items than allowed."""
+    """The conversation would have more items, or more bytes, than allowed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,14 +208,17 @@ class ResponseStore:
         return StoredConversation(conversation_id, found[0], _decode(found[1]))
 
     def _append(self, conversation_id: str, items: list[Item]) -> None:
-        (last, count), = self._db.execute(
-            "SELECT coalesce(max(place), 0), count(*) FROM items WHERE conversation = ?", (conversation_id,)
+        """Add items, unless the conversation would then have no room even alone: all else would have been evicted for
+        it."""
+        (last, count, size), = self._db.execute(
+            "SELECT coalesce(max(place), 0), count(*), coalesce(sum(length(body)), 0) FROM items "
+            "WHERE conversation = ?", (conversation_id,)
         )  # fmt: skip
-        if count + len(items) > MAX_ITEMS:
+        bodies = [_encode(item) for item in items]
+        if count + len(items) > MAX_ITEMS or size + sum(map(len, bodies)) > self._max_bytes:
             raise TooLong(conversation_id)
-        for place, item in enumerate(items, last + 1):
-            values = (conversation_id, place, item["id"], _encode(item))
-            self._db.execute("INSERT INTO items VALUES (?, ?, ?, ?)", values)
+        for place, (item, body) in enumerate(zip(items, bodies, strict=True), last + 1):
+            self._db.execute("INSERT INTO items VALUES (?, ?, ?, ?)", (conversation_id, place, item["id"], body))
 
     # --- bounds -------------------------------------------------------------------------------------------------------
 

@@ -1,24 +1,32 @@
 """Logs what requests hold without effect: once for each client and name, because a client sends it in every turn."""
 
 import logging
+from collections import OrderedDict
 
-MAX_REMEMBERED = 4096  # pairs of client and name; later ones are not logged
+MAX_CLIENTS = 256  # the one that sent something new longest ago is forgotten
+MAX_NAMES = 64  # of one client; later ones are not logged
+MAX_NAMES_PER_LINE = 10
 
 log = logging.getLogger(__name__)
 
 
 class LossLog:
-    """A log of fields, tools and parts of a history that were left out. One per app, on its event loop."""
+    """A log of fields, tools and parts of a history that were left out. One per app, on its event loop. Bounded for
+    each client by itself, so that none can silence the log for the others."""
 
     def __init__(self) -> None:
-        self._logged: set[tuple[str, str]] = set()
+        self._logged: OrderedDict[str, set[str]] = OrderedDict()  # names by client
 
     def note(self, client: str, names: list[str]) -> None:
         """Log the names that are new for this client. All are words that a log can hold."""
-        new = []
-        for name in names:
-            if (client, name) not in self._logged and len(self._logged) < MAX_REMEMBERED:
-                self._logged.add((client, name))
-                new.append(name)
-        if new:
-            log.warning("%s sends what has no effect here: %s", client or "a client", ", ".join(new))
+        known = self._logged.get(client, set())
+        new = [name for name in dict.fromkeys(names) if name not in known][: MAX_NAMES - len(known)]
+        if not new:
+            return
+        self._logged[client] = known | set(new)
+        self._logged.move_to_end(client)
+        if len(self._logged) > MAX_CLIENTS:
+            self._logged.popitem(last=False)
+        shown = ", ".join(new[:MAX_NAMES_PER_LINE])
+        more = f" and {len(new) - MAX_NAMES_PER_LINE} more" if len(new) > MAX_NAMES_PER_LINE else ""
+        log.warning("%s sends what has no effect here: %s%s", client or "a client", shown, more)

@@ -245,7 +245,7 @@ def _schema_text(value: object) -> object:
     if isinstance(value, str) and len(value) <= 1 << 17:
         try:
             return json.loads(value)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise PydanticCustomError("json_schema", "Not valid JSON") from None
     return value
 

@@ -4,7 +4,7 @@ import secrets
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from reprise.app.text.detokenizer import StopFinder
 from reprise.app.text.plain_text import plain_text
@@ -24,22 +24,62 @@ class Call:
     arguments: str = ""
 
 
+class TextPiece(NamedTuple):
+    """More of the content, or of the reasoning."""
+
+    text: str
+    is_thought: bool
+
+
+class CallPiece(NamedTuple):
+    """More of a call. place: its index among the answer's calls. call: the call itself if it begins here."""
+
+    place: int
+    call: Call | None
+    arguments: str
+
+
 @dataclass(slots=True)
 class AnswerParts:
-    """The parts that one piece of text added to the answer."""
+    """The parts that one piece of text added to the answer, in the order in which the model wrote them. Texts of one
+    kind that follow each other are one piece."""
 
-    content: str = ""
-    reasoning: str = ""
-    # (index, the call if it is new, more of its arguments)
-    calls: list[tuple[int, Call | None, str]] = field(default_factory=list)
+    pieces: list[TextPiece | CallPiece] = field(default_factory=list)
+
+    @property
+    def content(self) -> str:
+        return self._text(is_thought=False)
+
+    @property
+    def reasoning(self) -> str:
+        return self._text(is_thought=True)
+
+    @property
+    def calls(self) -> list[CallPiece]:
+        return [piece for piece in self.pieces if isinstance(piece, CallPiece)]
+
+    def say(self, text: str, *, is_thought: bool = False) -> None:
+        last = self.pieces[-1] if self.pieces else None
+        if not text:
+            return
+        if isinstance(last, TextPiece) and last.is_thought == is_thought:
+            self.pieces[-1] = TextPiece(last.text + text, is_thought)
+        else:
+            self.pieces.append(TextPiece(text, is_thought))
 
     def add(self, later: "AnswerParts") -> None:
-        self.content += later.content
-        self.reasoning += later.reasoning
-        self.calls += later.calls
+        for piece in later.pieces:
+            if isinstance(piece, TextPiece):
+                self.say(piece.text, is_thought=piece.is_thought)
+            else:
+                self.pieces.append(piece)
 
     def __bool__(self) -> bool:
-        return bool(self.content or self.reasoning or self.calls)
+        return bool(self.pieces)
+
+    def _text(self, *, is_thought: bool) -> str:
+        texts = (piece for piece in self.pieces if isinstance(piece, TextPiece))
+        return "".join(piece.text for piece in texts if piece.is_thought == is_thought)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,12 +191,12 @@ class AnswerWriter:
         self._is_dropped = self.is_stopped or (bool(self.calls) and not self._wanted.parallel)
         if not self._is_dropped:
             self.calls.append(Call(self._id_of(plain_text(call_id)), name))
-            self._parts.calls.append((len(self.calls) - 1, self.calls[-1], ""))
+            self._parts.pieces.append(CallPiece(len(self.calls) - 1, self.calls[-1], ""))
 
     def add(self, arguments: str) -> None:
         if arguments and not self._is_dropped:
             self.calls[-1].arguments += arguments
-            self._parts.calls.append((len(self.calls) - 1, None, arguments))
+            self._parts.pieces.append(CallPiece(len(self.calls) - 1, None, arguments))
 
     def _id_of(self, given: str) -> str:
         """Return the id that the model has given a call, if clients can send it back and tell the call by it."""
@@ -190,7 +230,7 @@ class AnswerWriter:
             return
         if is_thought:
             self.reasoning += text
-            self._parts.reasoning += text
+            self._parts.say(text, is_thought=True)
         elif not self._wanted.stops:
             self._show(text)
         else:
@@ -212,7 +252,7 @@ class AnswerWriter:
 
     def _show(self, text: str) -> None:
         self.content += text
-        self._parts.content += text
+        self._parts.say(text)
 
     def _position(self, offset: int) -> int:
         """Return the position up to which the first `offset` characters of the content reach, or from which on they

@@ -7,6 +7,7 @@ from reprise.app.api.chat.answers import cached_tokens, ours
 from reprise.app.api.thought_seal import ThoughtSeal
 from reprise.app.errors import ApiError
 from reprise.app.http.event_stream import event
+from reprise.app.text.answer_parts import CallPiece, TextPiece
 from reprise.app.turn.answer import Answer, Delta
 from reprise.app.turn.generation import Generation
 
@@ -52,19 +53,25 @@ class MessageFrames:
         return _event("message_start", message={**said, "usage": usage(self._generation)})
 
     def delta(self, delta: Delta) -> bytes:
-        data = b""
-        if delta.parts.reasoning:
-            data += self._open("thinking", {"type": "thinking", "thinking": "", "signature": ""})
-            data += self._piece({"type": "thinking_delta", "thinking": delta.parts.reasoning})
-            self._thought += delta.parts.reasoning
-        if delta.parts.content:
-            data += self._open("text", {"type": "text", "text": ""})
-            data += self._piece({"type": "text_delta", "text": delta.parts.content})
-        for index, call, arguments in delta.parts.calls:
-            if call is not None:
-                data += self._open(f"call{index}", {"type": "tool_use", "id": call.id, "name": call.name, "input": {}})
-            if arguments:
-                data += self._piece({"type": "input_json_delta", "partial_json": arguments})
+        return b"".join(self._said(piece) for piece in delta.parts.pieces)
+
+    def _said(self, piece: TextPiece | CallPiece) -> bytes:
+        if isinstance(piece, CallPiece):
+            return self._called(piece)
+        if piece.is_thought:
+            opened = self._open("thinking", {"type": "thinking", "thinking": "", "signature": ""})
+            self._thought += piece.text
+            return opened + self._piece({"type": "thinking_delta", "thinking": piece.text})
+        opened = self._open("text", {"type": "text", "text": ""})
+        return opened + self._piece({"type": "text_delta", "text": piece.text})
+
+    def _called(self, piece: CallPiece) -> bytes:
+        data, call = b"", piece.call
+        if call is not None:
+            block = {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
+            data = self._open(f"call{piece.place}", block)
+        if piece.arguments:
+            data += self._piece({"type": "input_json_delta", "partial_json": piece.arguments})
         return data
 
     def closing(self) -> bytes:
@@ -123,10 +130,11 @@ def _reason(choice: Answer) -> dict[str, Any]:
 
 
 def _object(arguments: str) -> dict[str, Any]:
-    """Parse a call's arguments; arguments cut short by the token limit become an empty object."""
+    """Parse a call's arguments; those that are cut short by the token limit, or too deeply nested to be read, become an
+    empty object."""
     try:
         value = json.loads(arguments)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
 

@@ -8,7 +8,7 @@ from reprise.app.api.responses.as_chat import item_id, wants_logprobs
 from reprise.app.api.thought_seal import ThoughtSeal
 from reprise.app.errors import ApiError
 from reprise.app.schemas.responses import CustomTool, FunctionTool, ResponseRequest
-from reprise.app.text.answer_parts import Call
+from reprise.app.text.answer_parts import Call, CallPiece
 from reprise.app.turn.answer import Delta
 from reprise.app.turn.generation import Generation
 
@@ -105,26 +105,34 @@ class ResponseBuilder:
 
     def take(self, delta: Delta) -> list[Event]:
         events: list[Event] = []
-        if delta.parts.reasoning:
-            item = self._item("reasoning", events)
-            _part(item)["text"] += delta.parts.reasoning
-            events.append(self._part_event(f"response.{_kind(item)}.delta", delta=delta.parts.reasoning))
-        if delta.parts.content or (delta.finish_reason is not None and not self.output and not delta.parts.calls):
-            item = self._item("message", events)
-            item["content"][0]["text"] += delta.parts.content
-            if delta.parts.content:
-                shown = [_logprob(entry) for entry in delta.logprobs or ()]
-                if self._wants_logprobs:
-                    item["content"][0]["logprobs"] += shown
-                said = {"delta": delta.parts.content, "logprobs": shown}
-                events.append(self._part_event("response.output_text.delta", **said))
-        for _, call, arguments in delta.parts.calls:
-            if call is not None:
-                self._close(events)
-                self._begin_item(self._call_item(call), events)
-            if arguments and self._open is not None:
-                self._add_arguments(self._open, arguments, events)
+        logprobs = [_logprob(entry) for entry in delta.logprobs or ()]
+        for piece in delta.parts.pieces:
+            if isinstance(piece, CallPiece):
+                self._take_call(piece, events)
+            elif piece.is_thought:
+                item = self._item("reasoning", events)
+                _part(item)["text"] += piece.text
+                events.append(self._part_event(f"response.{_kind(item)}.delta", delta=piece.text))
+            else:
+                self._take_content(piece.text, logprobs, events)
+                logprobs = []  # told with the first text: nothing says which of them belong to the next
+        if delta.finish_reason is not None and not self.output:
+            self._item("message", events)
         return events
+
+    def _take_content(self, text: str, logprobs: list[dict[str, Any]], events: list[Event]) -> None:
+        part = self._item("message", events)["content"][0]
+        part["text"] += text
+        if self._wants_logprobs:
+            part["logprobs"] += logprobs
+        events.append(self._part_event("response.output_text.delta", delta=text, logprobs=logprobs))
+
+    def _take_call(self, piece: CallPiece, events: list[Event]) -> None:
+        if piece.call is not None:
+            self._close(events)
+            self._begin_item(self._call_item(piece.call), events)
+        if piece.arguments and self._open is not None:
+            self._add_arguments(self._open, piece.arguments, events)
 
     def _call_item(self, call: Call) -> dict[str, Any]:
         """Return the item of a call as the client knows the tool: in its namespace, and as what it is."""

@@ -139,4 +139,4 @@ def _describe(conversation: StoredConversation) -> dict[str, Any]:
 
 
 def _too_many() -> ApiError:
-    return invalid("A conversation has at most 4096 items.", "items")
+    return invalid("A conversation has at most 4096 items, and no more than this server can store.", "items")

@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from typing import Any
 
+import msgspec
+
 from reprise.app.api.responses.answers import Event, ResponseBuilder
 from reprise.app.api.responses.as_chat import (
     Item,
@@ -114,11 +116,21 @@ class ResponseTurn(AsyncIterator[Delta]):
 class Responses:
     """A service for /v1/responses. One per app; to be used on its event loop."""
 
-    def __init__(self, service: TurnService, store: Store, hooks: ServerHooks, seal: ThoughtSeal) -> None:
+    def __init__(
+        self,
+        service: TurnService,
+        store: Store,
+        hooks: ServerHooks,
+        seal: ThoughtSeal,
+        *,
+        max_referred_bytes: int,
+    ) -> None:
+        """Set up. max_referred_bytes: bounds what the references of one request bring in all."""
         self.store = store
         self.hooks = hooks
         self.seal = seal
         self._service = service
+        self._max_referred_bytes = max_referred_bytes
         self._sweep_s = 0.0
         # Responses in the background, by (tenant, id).
         self._running: dict[tuple[str, str], tuple[ResponseTurn, asyncio.Task[None]]] = {}
@@ -149,10 +161,12 @@ class Responses:
         """Return items in the form in which they are stored, with the items that references name in the references'
         place, and with the thoughts that were sealed. Only items that were stored before have ids. history: items that
         may be meant, besides those of stored responses. losses: takes the name of a seal that is not ours. Raises
-        ApiError 404."""
+        ApiError 404, and 400 for references to more than a request may hold."""
         known = {item["id"]: item for item in history}
         looked: set[tuple[str, bool]] = set()
         found: list[Item] = []
+        sizes: dict[str, int] = {}
+        num_bytes = 0
         for item in items:
             one = item.as_stored()
             if isinstance(item, ReasoningItem) and item.encrypted_content and not one["content"]:
@@ -167,6 +181,12 @@ class Responses:
             if one["id"] not in known:
                 message = f"Item with id '{one['id'][:200]}' not found."
                 raise ApiError(404, message, code="item_not_found", param="input")
+            if one["id"] not in sizes:
+                sizes[one["id"]] = len(msgspec.json.encode(known[one["id"]]))
+            num_bytes += sizes[one["id"]]
+            if num_bytes > self._max_referred_bytes:
+                most = f"{self._max_referred_bytes} bytes (limits.body_bytes)"
+                raise invalid(f"The items that the input refers to are larger than {most} in all.", "input")
             found.append(known[one["id"]])
         return found
 

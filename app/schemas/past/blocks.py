@@ -42,9 +42,13 @@ def _message(message: object, losses: Losses, *, is_newest: bool) -> object:
 
 
 def _apart(found: list[Any], place: int, count: int) -> list[Any]:
-    """Put a text that stands for another block on a line of its own: the texts of an answer are joined as they are."""
+    """Put a text that stands for another block on a line of its own: the texts of an answer are joined as they are. A
+    block without a text stays as it is, for the schema to judge."""
     before, after = "\n" if place else "", "\n" if place < count - 1 else ""
-    return [{**block, "text": f"{before}{block['text']}{after}"} for block in found]
+    return [
+        {**block, "text": f"{before}{block['text']}{after}"} if isinstance(block.get("text"), str) else block
+        for block in found
+    ]
 
 
 def _thought(block: Block) -> Block:

@@ -160,6 +160,32 @@ async def test_a_conversation_and_a_chain_have_an_end(store, monkeypatch):
         await store.history("t", "b")
 
 
+async def test_items_that_have_no_room_even_alone_evict_nothing(store):
+    await store.put("t", body("a"), [], None)
+    await store.create("t", "c", {}, items("1"))
+    large = [message(str(n), "x" * 300_000) for n in range(2, 6)]
+    for call in (store.append("t", "c", large), store.create("t", "d", {}, large)):
+        with pytest.raises(TooLong):
+            await call
+    assert await store.get("t", "a")
+    assert [item["id"] for item in await store.items("t", "c")] == ["1"]
+    with pytest.raises(NotStored):
+        await store.conversation("t", "d")
+
+
+async def test_a_conversation_in_a_file_does_not_outgrow_it(tmp_path):
+    store = ResponseStore(path=tmp_path / "r.sqlite3", max_bytes=400_000, ttl_s=DAY_S)
+    await store.put("t", body("a"), [], None)
+    await store.create("t", "c", {}, [])
+    for n in range(3):
+        await store.append("t", "c", [message(str(n), "x" * 100_000)])
+    with pytest.raises(TooLong):
+        await store.append("t", "c", [message("3", "x" * 100_000)])
+    assert len(await store.items("t", "c")) == 3
+    assert await store.get("t", "a")
+    await store.close()
+
+
 async def test_a_damaged_file_is_one_in_which_nothing_is_found(tmp_path):
     path = tmp_path / "r.sqlite3"
     path.write_bytes(b"no database" * 1000)

@@ -7,7 +7,7 @@ from reprise.app.observe.loss_log import LossLog
 from tests.app.fakes import Running
 
 
-def test_each_client_and_name_is_logged_once(caplog, monkeypatch):
+def test_each_client_and_name_is_logged_once(caplog):
     log = LossLog()
     log.note("codex", ["tools.web_search", "store"])
     log.note("codex", ["tools.web_search", "input.compaction"])
@@ -17,11 +17,29 @@ def test_each_client_and_name_is_logged_once(caplog, monkeypatch):
         "codex sends what has no effect here: input.compaction",
         "a client sends what has no effect here: store",
     ]
-    monkeypatch.setattr(loss_log, "MAX_REMEMBERED", 5)
-    caplog.clear()
-    log.note("hostile", [f"x{n}" for n in range(1000)])
-    log.note("hostile", [f"y{n}" for n in range(1000)])
-    assert len(caplog.records) == 1
+
+
+def test_no_client_can_silence_the_log_for_the_others(caplog):
+    log = LossLog()
+    for n in range(300):
+        log.note("hostile", [f"{n}.{m}" for m in range(100)])
+    assert len(caplog.records) == 1  # 64 names, of which a line has ten
+    assert caplog.records[0].getMessage().endswith(": " + ", ".join(f"0.{m}" for m in range(10)) + " and 54 more")
+    log.note("codex", ["store"])
+    log.note("codex", ["store"])
+    assert [record.getMessage() for record in caplog.records[1:]] == ["codex sends what has no effect here: store"]
+
+
+def test_names_of_clients_without_end_take_no_memory_without_end(caplog):
+    log = LossLog()
+    log.note("first", ["store"])
+    for n in range(loss_log.MAX_CLIENTS - 1):
+        log.note(f"client {n}", ["store"])
+    log.note("first", ["store"])
+    assert len(caplog.records) == loss_log.MAX_CLIENTS
+    log.note("one more", ["store"])  # the oldest client is forgotten
+    log.note("first", ["store"])
+    assert len(caplog.records) == loss_log.MAX_CLIENTS + 2
 
 
 @pytest.mark.parametrize("agent", ["codex_exec/0.171.0 (Linux) x", "codex_exec"])

@@ -44,6 +44,11 @@ async def test_a_call_is_answered_and_recognised_in_the_next_turn(running: Runni
     assert "<tool_response>\n3" in running.engine.tokenizer.decode(later, skip_special_tokens=False)
 
 
+async def test_a_schema_too_deep_to_read_is_refused(running: Running):
+    answer = await running.chat(guided_json="[" * 100_000)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "guided_json")
+
+
 async def test_only_calls_leave_no_content(running: Running):
     running.engine.script.answer = f"{CALL}\n{CALL}"
     message = (await running.chat(tools=TOOLS, max_tokens=200)).json()["choices"][0]["message"]

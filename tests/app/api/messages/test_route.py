@@ -140,6 +140,17 @@ async def test_calls_and_results(running: Running):
         assert running.engine.submitted[-1].grammar
 
 
+async def test_arguments_too_deep_to_read_are_no_error(running: Running):
+    deep = "[" * 5_000 + "]" * 5_000
+    running.engine.script.answer = f'<tool_call>\n{{"name": "add", "arguments": {{"a": {deep}}}}}\n</tool_call>'
+    answer = await ask(running, tools=TOOLS, max_tokens=12_000)
+    assert answer.status_code == 200
+    (called,) = content = answer.json()["content"]
+    assert (called["name"], called["input"]) == ("add", {})
+    history = [*HELLO, {"role": "assistant", "content": content}, *HELLO]
+    assert (await ask(running, history, tools=TOOLS)).status_code == 200
+
+
 async def test_the_stream(running: Running):
     running.engine.script.answer = f"Well. {CALL}"
     said = events((await ask(running, tools=TOOLS, stream=True)).text)

@@ -172,6 +172,23 @@ async def test_a_reference_to_nothing_is_a_404_that_names_it(running: Running, n
         assert f"'{name}'" in error["message"]
 
 
+async def test_references_bring_no_more_than_a_body_may_hold(engine: FakeEngine, tmp_path):
+    settings = make_settings(tmp_path, cache={"truncation": "auto"}, limits={"body_bytes": 100_000})
+    async with in_process(engine, settings) as running:
+        made = (await running.http.post("/v1/conversations", json={"items": "x" * 100})).json()["id"]
+        (item,) = (await running.http.get(f"/v1/conversations/{made}/items")).json()["data"]
+        reference = {"type": "item_reference", "id": item["id"]}
+        assert (await respond(running, [reference], conversation=made)).status_code == 200
+        for path in ("responses", "responses/input_tokens"):
+            body = {"input": [reference] * 600, "conversation": made}
+            answer = await running.http.post(f"/v1/{path}", json=body)
+            error = answer.json()["error"]
+            assert (answer.status_code, error["param"]) == (400, "input")
+            assert "larger than 100000 bytes (limits.body_bytes)" in error["message"]
+        listed = (await running.http.get(f"/v1/conversations/{made}/items")).json()["data"]
+        assert len(listed) == 3  # what was there, and one turn
+
+
 async def test_a_reference_finds_an_item_of_the_conversation_and_none_of_another_key(engine: FakeEngine, tmp_path):
     settings = make_settings(tmp_path, server={"api_keys": "key-number-1,key-number-2"})
     async with in_process(engine, settings) as running:

@@ -64,13 +64,21 @@ def test_tools_that_another_server_ran_are_lines_of_the_answer():
     assert (rendered[1]["content"], lost) == (said, [])
 
 
+@pytest.mark.parametrize("kind", ["input_text", "output_text"])
+@pytest.mark.parametrize("fields", [{}, {"text": None}, {"text": 5}])
+def test_a_text_of_another_dialect_without_its_text_is_refused_by_the_schema(kind, fields):
+    with pytest.raises(ValueError, match="content"):
+        taken([HELLO, {"role": "assistant", "content": [{"type": kind, **fields}, text("a")]}, HELLO])
+
+
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
     max_leaves=8,
 )
+KINDS = ["text", "input_text", "output_text", "image", "document", "tool_result", "server_tool_use", "x", 1]
 BLOCKS = st.fixed_dictionaries(
-    {"type": st.sampled_from(["text", "image", "document", "tool_result", "server_tool_use", "x", 1])},
+    {"type": st.sampled_from(KINDS)},
     optional=dict.fromkeys(("text", "content", "source", "name", "input", "tool_use_id"), JSON),
 )
 MESSAGES = st.fixed_dictionaries(
