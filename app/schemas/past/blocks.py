@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from reprise.app.schemas.past.parts import Losses, newest_from, readable
+from reprise.app.schemas.past.parts import Losses, asked_at, readable
 
 Block = dict[str, Any]
 _TAKEN = {
@@ -16,11 +16,11 @@ def blocks(messages: object, losses: Losses) -> object:
     """Return messages in the form that the schema takes. Malformed ones stay as they are, for the schema to judge."""
     if not isinstance(messages, list):
         return messages
-    newest = newest_from([isinstance(message, dict) and message.get("role") == "assistant" for message in messages])
-    return [_message(message, losses, is_newest=place >= newest) for place, message in enumerate(messages)]
+    asked = asked_at([message.get("role") if isinstance(message, dict) else None for message in messages])
+    return [_message(message, losses, is_asked=place == asked) for place, message in enumerate(messages)]
 
 
-def _message(message: object, losses: Losses, *, is_newest: bool) -> object:
+def _message(message: object, losses: Losses, *, is_asked: bool) -> object:
     if not isinstance(message, dict) or not isinstance(content := message.get("content"), list):
         return message
     role = message.get("role")
@@ -35,7 +35,7 @@ def _message(message: object, losses: Losses, *, is_newest: bool) -> object:
         elif not isinstance(kind, str) or kind in taken:
             settled.append(block)
         else:
-            found = readable([block], losses, field="messages", is_asked=is_newest and role == "user")
+            found = readable([block], losses, field="messages", is_asked=is_asked)
             assert isinstance(found, list)
             settled += _apart(found, place, len(content)) if role == "assistant" else found
     return {**message, "content": settled}

@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from reprise.app.schemas.past.parts import Losses, newest_from, readable
+from reprise.app.schemas.past.parts import Losses, asked_at, readable
 
 Message = dict[str, Any]
 _PLAIN = frozenset({"role", "content"})
@@ -14,7 +14,7 @@ def chat_messages(messages: object, losses: Losses) -> object:
     as in most requests. Malformed messages stay as they are, for the schema to judge."""
     if not isinstance(messages, list) or all(_is_plain(message) for message in messages):
         return messages
-    newest = newest_from([isinstance(message, dict) and message.get("role") == "assistant" for message in messages])
+    asked = asked_at([message.get("role") if isinstance(message, dict) else None for message in messages])
     settled, called = [], ""
     for place, message in enumerate(messages):
         if not isinstance(message, dict) or _is_plain(message):
@@ -29,8 +29,7 @@ def chat_messages(messages: object, losses: Losses) -> object:
         elif message.get("role") == "tool":
             settled.append(_result(message, losses))
         else:
-            is_asked = place >= newest and message.get("role") == "user"
-            settled.append(_with_content(message, losses, is_asked=is_asked))
+            settled.append(_with_content(message, losses, is_asked=place == asked))
     return settled
 
 

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from reprise.app.schemas.past.parts import Losses, line, newest_from, placeholder, readable
+from reprise.app.schemas.past.parts import Losses, asked_at, line, placeholder, readable
 
 Item = dict[str, Any]
 
@@ -23,14 +23,14 @@ def input_items(items: object, losses: Losses) -> object:
     last, because it may be what the request asks."""
     if not isinstance(items, list):
         return items
-    newest = newest_from([_is_models(item) for item in items])
+    asked = asked_at([_maker(item) for item in items])
     settled: list[object] = []
     for place, item in enumerate(items):
         kind = item.get("type", "message") if isinstance(item, dict) else None
         if not isinstance(item, dict) or not isinstance(kind, str) or kind in _ASKS:
             settled.append(item)
         elif kind in TAKEN:
-            settled.append(_taken(item, kind, losses, is_newest=place >= newest))
+            settled.append(_taken(item, kind, losses, is_asked=place == asked))
         else:
             found = _converted(item, kind, losses)
             is_last = place == len(items) - 1
@@ -38,20 +38,20 @@ def input_items(items: object, losses: Losses) -> object:
     return settled
 
 
-def _is_models(item: object) -> bool:
-    """Return whether the model made an item, or a server on its behalf."""
+def _maker(item: object) -> object:
+    """Return the role of a message, and "assistant" for an item that the model made, or a server on its behalf."""
     if not isinstance(item, dict):
-        return False
+        return None
     kind = item.get("type", "message")
     if kind == "message":
-        return item.get("role") == "assistant"
-    return isinstance(kind, str) and not kind.endswith(_THEIRS) and kind not in ("additional_tools", "agent_message")
+        return item.get("role")
+    is_theirs = not isinstance(kind, str) or kind.endswith(_THEIRS) or kind in ("additional_tools", "agent_message")
+    return None if is_theirs else "assistant"
 
 
-def _taken(item: Item, kind: str, losses: Losses, *, is_newest: bool) -> Item:
+def _taken(item: Item, kind: str, losses: Losses, *, is_asked: bool) -> Item:
     """Return an item of a type that the schema knows, with all of its content as text."""
     if kind == "message":
-        is_asked = is_newest and item.get("role") == "user"
         return {**item, "content": readable(item.get("content"), losses, field="input", is_asked=is_asked)}
     if kind in ("function_call_output", "custom_tool_call_output"):
         output = readable(item.get("output"), losses, field="input", is_asked=False)

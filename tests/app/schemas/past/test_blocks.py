@@ -38,6 +38,12 @@ def test_what_a_user_asks_now_is_refused_and_in_the_history_it_is_not(block):
             taken(messages)
 
 
+@pytest.mark.parametrize("block", [IMAGE, PDF, {"type": "hologram"}])
+def test_what_was_refused_is_history_for_the_next_question(block):
+    _, lost = taken([{"role": "user", "content": [text("Look."), block]}, HELLO])
+    assert lost == [f"messages.{block['type']}"]
+
+
 def test_the_text_of_a_document_is_the_users():
     document = {"type": "document", "title": "T", "source": {"type": "text", "media_type": "text/plain", "data": "D"}}
     rendered, lost = taken([{"role": "user", "content": [document, text("What is it?")]}])

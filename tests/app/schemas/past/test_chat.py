@@ -43,6 +43,14 @@ def test_an_image_of_an_earlier_turn_is_a_placeholder():
         taken([asked, {"role": "assistant", "content": "I see "}])  # begun for the model to go on with
 
 
+def test_an_image_that_was_refused_is_history_for_the_next_question():
+    rendered, lost = taken([{"role": "user", "content": [IMAGE]}, HELLO])
+    assert (rendered[0]["content"], lost) == (SHOWN, ["messages.image_url"])
+    asked = {"role": "user", "content": [{"type": "text", "text": "And this?"}, IMAGE]}
+    with pytest.raises(ValueError, match="image_url"):
+        taken([{"role": "user", "content": [IMAGE]}, asked, {"role": "system", "content": "Be brief."}])
+
+
 def test_what_a_tool_returned_is_history_also_in_the_newest_turn():
     call = {"id": "c", "type": "function", "function": {"name": "view", "arguments": "{}"}}
     messages = [HELLO, {"role": "assistant", "content": None, "tool_calls": [call]}]

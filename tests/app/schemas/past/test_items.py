@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from reprise.app.schemas.past.items import _CONVERTERS, input_items
 from reprise.app.schemas.past.parts import Losses
+from reprise.app.schemas.responses import ResponseRequest
 
 HELLO = {"type": "message", "role": "user", "content": "Hello"}
 SHOWN = "[image: not shown, this model reads text]"
@@ -98,6 +99,14 @@ def test_only_what_a_user_asks_now_is_left_to_be_refused():
     assert input_items([HELLO, {"type": "hologram"}], Losses()) == [HELLO, {"type": "hologram"}]
     trigger = {"type": "compaction_trigger"}
     assert input_items([trigger, HELLO], Losses()) == [trigger, HELLO]
+
+
+@pytest.mark.parametrize("kind", ["input_image", "input_file", "input_audio", "hologram"])
+def test_what_was_refused_is_history_for_the_next_question(kind):
+    losses = Losses()
+    settled: Any = input_items([{"role": "user", "content": [{"type": kind}]}, HELLO], losses)
+    assert ResponseRequest.model_validate({"input": settled}).input[0].role == "user"
+    assert losses.names == [f"input.{kind}"]
 
 
 def test_a_tool_that_returned_nothing_has_an_empty_result():
