@@ -4,7 +4,16 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from reprise.app.schemas.past.parts import Losses, asked_at, line, placeholder, readable
+from reprise.app.schemas.past.parts import (
+    Losses,
+    as_arguments,
+    as_json,
+    asked_at,
+    line,
+    placeholder,
+    readable,
+    short_id,
+)
 
 Item = dict[str, Any]
 
@@ -23,6 +32,7 @@ def input_items(items: object, losses: Losses) -> object:
     last, because it may be what the request asks."""
     if not isinstance(items, list):
         return items
+    items = [_referenced(item) for item in items]
     asked = asked_at([_maker(item) for item in items])
     settled: list[object] = []
     for place, item in enumerate(items):
@@ -49,18 +59,44 @@ def _maker(item: object) -> object:
     return None if is_theirs else "assistant"
 
 
+def _referenced(item: object) -> object:
+    """Return an item of which there is only the id as a reference, whose type may be left out."""
+    if not isinstance(item, dict) or item.get("type") is not None or not isinstance(item.get("id"), str):
+        return item
+    is_message = "role" in item or "content" in item
+    return item if is_message else {"type": "item_reference", "id": item["id"]}
+
+
 def _taken(item: Item, kind: str, losses: Losses, *, is_asked: bool) -> Item:
     """Return an item of a type that the schema knows, with all of its content as text."""
     if kind == "message":
-        return {**item, "content": readable(item.get("content"), losses, field="input", is_asked=is_asked)}
+        content = readable(item.get("content"), losses, field="input", is_asked=is_asked)
+        return {**item, "content": "" if content is None and not is_asked else content}
+    if kind == "function_call":
+        return {**item, "call_id": short_id(item.get("call_id")), "arguments": as_arguments(item.get("arguments"))}
+    if kind == "custom_tool_call":
+        given = item.get("input")
+        said = given if isinstance(given, str) else "" if given is None else as_json(given)
+        return {**item, "call_id": short_id(item.get("call_id")), "input": said}
     if kind in ("function_call_output", "custom_tool_call_output"):
         output = readable(item.get("output"), losses, field="input", is_asked=False)
-        return {**item, "output": "" if output is None else output}
+        if not isinstance(output, str | list):
+            output = "" if output is None else as_json(output)
+        return {**item, "call_id": short_id(item.get("call_id")), "output": output}
     if kind == "reasoning":
-        content = readable(item.get("content"), losses, field="input", is_asked=False)
+        said = {name: _thought(item, name, losses) for name in ("content", "summary")}
         sealed = item.get("encrypted_content")
-        return {**item, "content": content, "encrypted_content": sealed if isinstance(sealed, str) else None}
+        return {**item, **said, "encrypted_content": sealed if isinstance(sealed, str) else None}
     return item
+
+
+def _thought(item: Item, name: str, losses: Losses) -> object:
+    """Return a field of a thought, or None and a word where it is no text and no list of parts."""
+    said = readable(item.get(name), losses, field="input", is_asked=False)
+    if said is None or isinstance(said, str | list):
+        return said
+    losses.add("input", "reasoning")
+    return None
 
 
 def _converted(item: Item, kind: str, losses: Losses) -> list[Item]:
