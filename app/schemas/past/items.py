@@ -84,9 +84,9 @@ def _taken(item: Item, kind: str, losses: Losses, *, is_asked: bool) -> Item:
             output = "" if output is None else as_json(output)
         return {**item, "call_id": short_id(item.get("call_id")), "output": output}
     if kind == "reasoning":
-        said = {name: _thought(item, name, losses) for name in ("content", "summary")}
+        thoughts = {name: _thought(item, name, losses) for name in ("content", "summary")}
         sealed = item.get("encrypted_content")
-        return {**item, **said, "encrypted_content": sealed if isinstance(sealed, str) else None}
+        return {**item, **thoughts, "encrypted_content": sealed if isinstance(sealed, str) else None}
     return item
 
 
