@@ -40,7 +40,7 @@ def _message(message: object, losses: Losses, *, is_asked: bool) -> object:
             settled.append(_call(block))
         elif kind == "redacted_thinking" and not isinstance(block.get("data"), str):
             losses.add("messages", kind)
-        elif kind == "text" and block.get("text", "") is None:
+        elif not is_asked and kind == "text" and block.get("text", "") is None:
             settled.append({**block, "text": ""})
         elif not isinstance(kind, str) or kind in taken:
             settled.append(block)

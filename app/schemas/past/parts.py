@@ -93,7 +93,7 @@ def asked_at(roles: Sequence[object]) -> int | None:
 
 def readable(content: object, losses: Losses, *, field: str, is_asked: bool, kind: str = "text") -> object:
     """Return a content whose parts are all texts. What is no list of parts is returned as it is, and so is a part that
-    is malformed, for the schema to judge. A text that is null is empty.
+    is malformed, for the schema to judge. In the history a text that is null is empty.
 
     field: the request field that is named where a part is lost. is_asked: whether this is the last message of a user;
     then a part that cannot be shown is kept. kind: the type of a part of text in this dialect."""
@@ -101,7 +101,7 @@ def readable(content: object, losses: Losses, *, field: str, is_asked: bool, kin
         return content
     parts: list[object] = []
     for part in content:
-        if _is_text(part) and part.get("text", "") is None:
+        if not is_asked and _is_text(part) and part.get("text", "") is None:
             parts.append({**part, "text": ""})
         elif _is_text(part) or not isinstance(part, dict) or not isinstance(part.get("type"), str):
             parts.append(part)

@@ -106,6 +106,12 @@ def test_a_request_asks_about_the_last_message_of_a_user_that_has_no_answer(role
     assert asked_at([names[role] for role in roles]) == place
 
 
+def test_a_text_that_is_null_is_empty_in_the_history_alone():
+    part = {"type": "text", "text": None}
+    assert readable([part], Losses(), field="messages", is_asked=False) == [{"type": "text", "text": ""}]
+    assert readable([part], Losses(), field="messages", is_asked=True) == [part]
+
+
 def test_a_line_is_one_and_bounded():
     assert line("code", " a\n\tb ") == "[code: a b]"
     assert line("code", "") == "[code]"
