@@ -94,21 +94,18 @@ def is_deeper(value: object, levels: int) -> bool:
     return bool(layer)
 
 
-def _depth(value: object) -> int:
-    if isinstance(value, dict):
-        return 1 + max((_depth(item) for item in value.values()), default=0)
-    if isinstance(value, list):
-        return 1 + max((_depth(item) for item in value), default=0)
-    return 0
+def too_deep_schema() -> PydanticCustomError:
+    """Build the error about a schema that is nested too deeply."""
+    return PydanticCustomError("json_schema", "A schema has at most {depth} levels", {"depth": MAX_SCHEMA_DEPTH})
 
 
 def _json_schema(value: dict[str, Any]) -> dict[str, Any]:
+    if is_deeper(value, MAX_SCHEMA_DEPTH):  # first, because the other checks recurse
+        raise too_deep_schema()
     if not is_finite(value):
         raise PydanticCustomError("json_schema", "Numbers must be finite and below 2^63")
     if len(msgspec.json.encode(value)) > MAX_SCHEMA_BYTES:
         raise PydanticCustomError("json_schema", "A schema has at most {size} bytes", {"size": MAX_SCHEMA_BYTES})
-    if _depth(value) > MAX_SCHEMA_DEPTH:
-        raise PydanticCustomError("json_schema", "A schema has at most {depth} levels", {"depth": MAX_SCHEMA_DEPTH})
     return value
 
 

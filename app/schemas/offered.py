@@ -17,7 +17,9 @@ def offered(tools: object, losses: Losses, kinds: Collection[str]) -> object:
     found: list[object] = []
     for tool in tools:
         kind = tool.get("type") if isinstance(tool, dict) else None
-        if kind == "namespace" and "namespace" in kinds and isinstance(tool.get("tools"), list):
+        if kind == "namespace" and "namespace" in kinds and not tool.get("tools"):
+            losses.add("tools", kind)  # it has nothing to offer
+        elif kind == "namespace" and "namespace" in kinds and isinstance(tool.get("tools"), list):
             inner = offered(tool["tools"], losses, [kind for kind in kinds if kind != "namespace"])
             assert isinstance(inner, list)
             found += [{**one, "namespace": tool.get("name")} if isinstance(one, dict) else one for one in inner]

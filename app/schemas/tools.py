@@ -6,7 +6,15 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from reprise.app.schemas.fields import JsonSchema, Part, is_deeper, is_finite, unsupported
+from reprise.app.schemas.fields import (
+    MAX_SCHEMA_DEPTH,
+    JsonSchema,
+    Part,
+    is_deeper,
+    is_finite,
+    too_deep_schema,
+    unsupported,
+)
 
 MAX_TOOLS = 1024
 MAX_NAME_CHARS = 256
@@ -244,9 +252,14 @@ def _schema_text(value: object) -> object:
     """Return a JSON schema as an object. Decodes a schema that is given as its text, which vLLM accepts too."""
     if isinstance(value, str) and len(value) <= 1 << 17:
         try:
-            return json.loads(value)
-        except (ValueError, RecursionError):
+            schema = json.loads(value)
+        except ValueError:
             raise PydanticCustomError("json_schema", "Not valid JSON") from None
+        except RecursionError:
+            raise too_deep_schema() from None
+        if is_deeper(schema, MAX_SCHEMA_DEPTH):  # before other checks, which recurse
+            raise too_deep_schema()
+        return schema
     return value
 
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from reprise.app.schemas.past.parts import Losses, newest_from, readable
+from reprise.app.schemas.past.parts import Losses, as_json, asked_at, readable, short_id
 
 Block = dict[str, Any]
 _TAKEN = {
@@ -16,14 +16,18 @@ def blocks(messages: object, losses: Losses) -> object:
     """Return messages in the form that the schema takes. Malformed ones stay as they are, for the schema to judge."""
     if not isinstance(messages, list):
         return messages
-    newest = newest_from([isinstance(message, dict) and message.get("role") == "assistant" for message in messages])
-    return [_message(message, losses, is_newest=place >= newest) for place, message in enumerate(messages)]
+    asked = asked_at([message.get("role") if isinstance(message, dict) else None for message in messages])
+    return [_message(message, losses, is_asked=place == asked) for place, message in enumerate(messages)]
 
 
-def _message(message: object, losses: Losses, *, is_newest: bool) -> object:
-    if not isinstance(message, dict) or not isinstance(content := message.get("content"), list):
+def _message(message: object, losses: Losses, *, is_asked: bool) -> object:
+    if not isinstance(message, dict):
         return message
-    role = message.get("role")
+    role, content = message.get("role"), message.get("content")
+    if content is None and not is_asked:
+        return {**message, "content": ""}
+    if not isinstance(content, list):
+        return message
     taken = _TAKEN.get(role, frozenset({"text"})) if isinstance(role, str) else frozenset({"text"})
     settled: list[object] = []
     for place, block in enumerate(content):
@@ -32,10 +36,16 @@ def _message(message: object, losses: Losses, *, is_newest: bool) -> object:
             settled.append(_result(block, losses))
         elif kind == "thinking":
             settled.append(_thought(block))
+        elif kind == "tool_use":
+            settled.append(_call(block))
+        elif kind == "redacted_thinking" and not isinstance(block.get("data"), str):
+            losses.add("messages", kind)
+        elif not is_asked and kind == "text" and block.get("text", "") is None:
+            settled.append({**block, "text": ""})
         elif not isinstance(kind, str) or kind in taken:
             settled.append(block)
         else:
-            found = readable([block], losses, field="messages", is_asked=is_newest and role == "user")
+            found = readable([block], losses, field="messages", is_asked=is_asked)
             assert isinstance(found, list)
             settled += _apart(found, place, len(content)) if role == "assistant" else found
     return {**message, "content": settled}
@@ -55,10 +65,21 @@ def _thought(block: Block) -> Block:
     """Return a thought, which may have come back without its text or its signature."""
     signature = block.get("signature")
     signed = signature if isinstance(signature, str) else None
-    return {**block, "thinking": block.get("thinking") or "", "signature": signed}
+    thought = block.get("thinking")
+    return {**block, "thinking": thought if isinstance(thought, str) else "", "signature": signed}
+
+
+def _call(block: Block) -> Block:
+    """Return a call whose input is an object: one without an input has none, and another value is its one argument."""
+    given = block.get("input")
+    if not isinstance(given, dict):
+        given = {} if given is None else {"input": given}
+    return {**block, "id": short_id(block.get("id")), "input": given}
 
 
 def _result(block: Block, losses: Losses) -> Block:
     """Return a tool's result. It is what a tool has found, so all of it counts as history."""
-    content = block.get("content")
-    return {**block, "content": readable(content, losses, field="messages", is_asked=False)}
+    content = readable(block.get("content"), losses, field="messages", is_asked=False)
+    if not isinstance(content, str | list | None):
+        content = as_json(content)
+    return {**block, "tool_use_id": short_id(block.get("tool_use_id")), "content": content}

@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from reprise.app.schemas.past.parts import Losses, newest_from, readable
+from reprise.app.schemas.past.parts import Losses, as_arguments, as_json, asked_at, readable, short_id
 
 Message = dict[str, Any]
 _PLAIN = frozenset({"role", "content"})
@@ -14,14 +14,14 @@ def chat_messages(messages: object, losses: Losses) -> object:
     as in most requests. Malformed messages stay as they are, for the schema to judge."""
     if not isinstance(messages, list) or all(_is_plain(message) for message in messages):
         return messages
-    newest = newest_from([isinstance(message, dict) and message.get("role") == "assistant" for message in messages])
+    asked = asked_at([message.get("role") if isinstance(message, dict) else None for message in messages])
     settled, called = [], ""
     for place, message in enumerate(messages):
         if not isinstance(message, dict) or _is_plain(message):
             settled.append(message)
         elif message.get("role") == "assistant":
             answer = _answer(message, place, losses)
-            called = _legacy_id(place) if "function_call" in message else called
+            called = _legacy_id(place) if isinstance(message.get("function_call"), dict) else called
             settled.append(answer)
         elif message.get("role") == "function":
             rest = {name: value for name, value in message.items() if name != "role"}
@@ -29,8 +29,7 @@ def chat_messages(messages: object, losses: Losses) -> object:
         elif message.get("role") == "tool":
             settled.append(_result(message, losses))
         else:
-            is_asked = place >= newest and message.get("role") == "user"
-            settled.append(_with_content(message, losses, is_asked=is_asked))
+            settled.append(_with_content(message, losses, is_asked=place == asked))
     return settled
 
 
@@ -40,13 +39,18 @@ def _is_plain(message: object) -> bool:
 
 def _with_content(message: Message, losses: Losses, *, is_asked: bool = False) -> Message:
     content = message.get("content")
+    if content is None and not is_asked:
+        return {**message, "content": ""}
     taken = readable(content, losses, field="messages", is_asked=is_asked)
     return message if taken is content else {**message, "content": taken}
 
 
 def _result(message: Message, losses: Losses) -> Message:
     """Return a tool's result. A tool that returned nothing has an empty one."""
-    return {**message, "content": ""} if message.get("content") is None else _with_content(message, losses)
+    result = {**message, "tool_call_id": short_id(message.get("tool_call_id"))}
+    if not isinstance(message.get("content"), str | list | None):
+        result["content"] = as_json(message["content"])
+    return _with_content(result, losses)
 
 
 def _answer(message: Message, place: int, losses: Losses) -> Message:
@@ -58,21 +62,23 @@ def _answer(message: Message, place: int, losses: Losses) -> Message:
         within = [_thought(part) for part in content if _is_thought(part)]
         thought = thought or "\n".join(text for text in within if text)
         answer["content"] = [part for part in content if not _is_thought(part)]
-    if thought:
+    if thought or "reasoning_content" in answer:
         answer["reasoning_content"] = thought
-    if isinstance(refusal := answer.pop("refusal", None), str) and not answer.get("content"):
+    refusal = answer.pop("refusal", None)
+    if isinstance(refusal, str) and not answer.get("content"):
         answer["content"] = refusal
-    elif refusal is not None and not isinstance(refusal, str):
-        answer["refusal"] = refusal
+    elif refusal and not isinstance(refusal, str):
+        losses.add("messages", "refusal")
     if answer.get("audio") is not None:
         losses.add("messages", "audio")
     answer.pop("audio", None)
-    if isinstance(legacy := answer.get("function_call"), dict):
-        del answer["function_call"]
-        if not answer.get("tool_calls"):
-            answer["tool_calls"] = [{"id": _legacy_id(place), "type": "function", "function": legacy}]
+    legacy = answer.pop("function_call", None)
+    if isinstance(legacy, dict) and not answer.get("tool_calls"):
+        answer["tool_calls"] = [{"id": _legacy_id(place), "type": "function", "function": legacy}]
+    elif legacy and not isinstance(legacy, dict):
+        losses.add("messages", "function_call")
     if isinstance(calls := answer.get("tool_calls"), list):
-        answer["tool_calls"] = [_call(call) for call in calls]
+        answer["tool_calls"] = _calls(calls, place, losses)
     return _with_content(answer, losses)
 
 
@@ -81,19 +87,38 @@ def _legacy_id(place: int) -> str:
     return f"call_{place}"
 
 
-def _call(call: object) -> object:
-    """Return a call of a custom tool as a call of a function with one argument."""
-    if not isinstance(call, dict) or not isinstance(custom := call.get("custom"), dict):
-        return call
-    rest = {name: value for name, value in call.items() if name not in ("custom", "type")}
-    return {**rest, "type": "function", "function": custom_call(custom)}
+def _calls(calls: list[object], place: int, losses: Losses) -> list[object]:
+    """Return the calls of an answer, without those of which nothing can be told."""
+    found: list[object] = []
+    for number, call in enumerate(calls):
+        if (taken := _call(call, f"{_legacy_id(place)}_{number}")) is not None:
+            found.append(taken)
+        else:
+            losses.add("messages", call.get("type", "tool_calls") if isinstance(call, dict) else "tool_calls")
+    return found
+
+
+def _call(call: object, made_up_id: str) -> Message | None:
+    """Return a call of any kind as a call of a function; None if it names none. A custom tool's has one argument."""
+    if not isinstance(call, dict):
+        return None
+    if isinstance(custom := call.get("custom"), dict):
+        function = custom_call(custom)
+    elif isinstance(called := call.get("function"), dict):
+        function = {**called, "arguments": as_arguments(called.get("arguments"))}
+    else:
+        return None
+    if not isinstance(function.get("name"), str):
+        return None
+    call_id = call["id"] if isinstance(call.get("id"), str) else made_up_id
+    return {"id": short_id(call_id), "type": "function", "function": function}
 
 
 def custom_call(custom: dict[str, Any]) -> dict[str, Any]:
     """Return the function's name and arguments for a call of a custom tool, whose input is one string."""
-    if not isinstance(given := custom.get("input"), str):
-        return {"name": custom.get("name")}  # malformed, which the schema will say
-    return {"name": custom.get("name"), "arguments": custom_arguments(given)}
+    given = custom.get("input")
+    said = given if isinstance(given, str) else "" if given is None else as_json(given)
+    return {"name": custom.get("name"), "arguments": custom_arguments(said)}
 
 
 def custom_arguments(given: str) -> str:
@@ -107,8 +132,8 @@ def _is_thought(part: object) -> bool:
 
 def _thought_beside(message: Message) -> str:
     """Return the thought in a field of the message. Clients and servers call it by different names."""
-    fields = (message.get(name) for name in ("reasoning_content", "reasoning", "thinking"))
-    thought: str = next((text for text in fields if isinstance(text, str) and text), "")
+    fields = [_joined(message.get(name)) for name in ("reasoning_content", "reasoning", "thinking")]
+    thought = next((text for text in fields if text), "")
     if thought or not isinstance(details := message.get("reasoning_details"), list):
         return thought
     texts = (part.get("text", part.get("summary")) for part in details if isinstance(part, dict))
@@ -117,7 +142,11 @@ def _thought_beside(message: Message) -> str:
 
 def _thought(part: dict[str, Any]) -> str:
     """Return the text of a thought, which is a string or a list of texts."""
-    said = part.get("thinking", part.get("text", part.get("reasoning")))
+    return _joined(part.get("thinking", part.get("text", part.get("reasoning"))))
+
+
+def _joined(said: object) -> str:
+    """Return a text that is a string or a list of texts; an empty one for anything else."""
     if isinstance(said, list):
         said = "".join(one["text"] for one in said if isinstance(one, dict) and isinstance(one.get("text"), str))
     return said if isinstance(said, str) else ""

@@ -4,7 +4,16 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from reprise.app.schemas.past.parts import Losses, line, newest_from, placeholder, readable
+from reprise.app.schemas.past.parts import (
+    Losses,
+    as_arguments,
+    as_json,
+    asked_at,
+    line,
+    placeholder,
+    readable,
+    short_id,
+)
 
 Item = dict[str, Any]
 
@@ -23,14 +32,15 @@ def input_items(items: object, losses: Losses) -> object:
     last, because it may be what the request asks."""
     if not isinstance(items, list):
         return items
-    newest = newest_from([_is_models(item) for item in items])
+    items = [_referenced(item) for item in items]
+    asked = asked_at([_maker(item) for item in items])
     settled: list[object] = []
     for place, item in enumerate(items):
         kind = item.get("type", "message") if isinstance(item, dict) else None
         if not isinstance(item, dict) or not isinstance(kind, str) or kind in _ASKS:
             settled.append(item)
         elif kind in TAKEN:
-            settled.append(_taken(item, kind, losses, is_newest=place >= newest))
+            settled.append(_taken(item, kind, losses, is_asked=place == asked))
         else:
             found = _converted(item, kind, losses)
             is_last = place == len(items) - 1
@@ -38,29 +48,55 @@ def input_items(items: object, losses: Losses) -> object:
     return settled
 
 
-def _is_models(item: object) -> bool:
-    """Return whether the model made an item, or a server on its behalf."""
+def _maker(item: object) -> object:
+    """Return the role of a message, and "assistant" for an item that the model made, or a server on its behalf."""
     if not isinstance(item, dict):
-        return False
+        return None
     kind = item.get("type", "message")
     if kind == "message":
-        return item.get("role") == "assistant"
-    return isinstance(kind, str) and not kind.endswith(_THEIRS) and kind not in ("additional_tools", "agent_message")
+        return item.get("role")
+    is_theirs = not isinstance(kind, str) or kind.endswith(_THEIRS) or kind in ("additional_tools", "agent_message")
+    return None if is_theirs else "assistant"
 
 
-def _taken(item: Item, kind: str, losses: Losses, *, is_newest: bool) -> Item:
+def _referenced(item: object) -> object:
+    """Return an item of which there is only the id as a reference, whose type may be left out."""
+    if not isinstance(item, dict) or item.get("type") is not None or not isinstance(item.get("id"), str):
+        return item
+    is_message = "role" in item or "content" in item
+    return item if is_message else {"type": "item_reference", "id": item["id"]}
+
+
+def _taken(item: Item, kind: str, losses: Losses, *, is_asked: bool) -> Item:
     """Return an item of a type that the schema knows, with all of its content as text."""
     if kind == "message":
-        is_asked = is_newest and item.get("role") == "user"
-        return {**item, "content": readable(item.get("content"), losses, field="input", is_asked=is_asked)}
+        content = readable(item.get("content"), losses, field="input", is_asked=is_asked)
+        return {**item, "content": "" if content is None and not is_asked else content}
+    if kind == "function_call":
+        return {**item, "call_id": short_id(item.get("call_id")), "arguments": as_arguments(item.get("arguments"))}
+    if kind == "custom_tool_call":
+        given = item.get("input")
+        said = given if isinstance(given, str) else "" if given is None else as_json(given)
+        return {**item, "call_id": short_id(item.get("call_id")), "input": said}
     if kind in ("function_call_output", "custom_tool_call_output"):
         output = readable(item.get("output"), losses, field="input", is_asked=False)
-        return {**item, "output": "" if output is None else output}
+        if not isinstance(output, str | list):
+            output = "" if output is None else as_json(output)
+        return {**item, "call_id": short_id(item.get("call_id")), "output": output}
     if kind == "reasoning":
-        content = readable(item.get("content"), losses, field="input", is_asked=False)
+        thoughts = {name: _thought(item, name, losses) for name in ("content", "summary")}
         sealed = item.get("encrypted_content")
-        return {**item, "content": content, "encrypted_content": sealed if isinstance(sealed, str) else None}
+        return {**item, **thoughts, "encrypted_content": sealed if isinstance(sealed, str) else None}
     return item
+
+
+def _thought(item: Item, name: str, losses: Losses) -> object:
+    """Return a field of a thought, or None and a word where it is no text and no list of parts."""
+    said = readable(item.get(name), losses, field="input", is_asked=False)
+    if said is None or isinstance(said, str | list):
+        return said
+    losses.add("input", "reasoning")
+    return None
 
 
 def _converted(item: Item, kind: str, losses: Losses) -> list[Item]:

@@ -2,20 +2,22 @@
 
 What stands in the history is never refused, because a client sends its history again in every turn: one refusal would
 end the conversation. Such a part becomes text where it has any, else a placeholder, or it is left out; the answer's
-`Warning` header names what was lost. In the newest message of a user, a part that cannot be shown stays as it is, and
-the request's schema refuses it by name.
+`Warning` header names what was lost. In the last message of a user, a part that cannot be shown stays as it is until
+the model has answered, and the request's schema refuses it by name.
 
 The same part always becomes the same text, so that a history that is sent again is found in the cache.
 """
 
 import base64
 import binascii
+import hashlib
 import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
 Part = dict[str, Any]
 
+MAX_ID_CHARS = 256  # longest id of a call
 MAX_LINE_CHARS = 2000  # longest line that stands for a part without text
 TEXT_KINDS = frozenset({"text", "input_text", "output_text", "summary_text", "reasoning_text"})
 _MEDIA = {
@@ -46,6 +48,26 @@ def placeholder(what: str) -> str:
     return f"[{what}: not shown, this model reads text]"
 
 
+def as_json(value: object) -> str:
+    """Return the JSON of what should have been a text, always the same for the same value."""
+    return json.dumps(value, ensure_ascii=False, sort_keys=True)
+
+
+def as_arguments(value: object) -> str:
+    """Return the arguments of a call as a text, whatever their form. A call without arguments has an empty object."""
+    if value is None:
+        return "{}"
+    return value if isinstance(value, str) else as_json(value)
+
+
+def short_id(call_id: object) -> object:
+    """Return the id of a call. One that is too long is cut and ends in its hash, alike in the call and its result."""
+    if not isinstance(call_id, str) or len(call_id) <= MAX_ID_CHARS:
+        return call_id
+    digest = hashlib.sha256(call_id.encode("utf-8", "surrogatepass")).hexdigest()
+    return call_id[: MAX_ID_CHARS - len(digest)] + digest
+
+
 def line(what: str, said: object) -> str:
     """Return one line that stands for something that happened. said: a text, or JSON."""
     text = said if isinstance(said, str) else json.dumps(said, ensure_ascii=False, sort_keys=True)
@@ -53,25 +75,35 @@ def line(what: str, said: object) -> str:
     return f"[{what}: {text[:MAX_LINE_CHARS]}]" if text else f"[{what}]"
 
 
-def newest_from(is_models: Sequence[bool]) -> int:
-    """Return the index at which the newest turn begins: after the last message that the model made. A message that
-    stands last was begun for the model to go on with, and does not count. is_models: for each message, whether the
-    model made it."""
-    made = [place for place, is_made in enumerate(is_models[:-1]) if is_made]
-    return made[-1] + 1 if made else 0
+def asked_at(roles: Sequence[object]) -> int | None:
+    """Return the index of the message that the request asks about: the last one of a user, unless the model has
+    answered it; None if there is none. A message of the model that stands last was begun for it to go on with, and is
+    no answer.
+    roles: for each message "assistant" if the model made it, "user" if a user did, else anything.
+
+    Earlier messages are history, also where no answer separates them from the last: a message that was refused comes
+    back with the next one."""
+    for place in range(len(roles) - 1, -1, -1):
+        if roles[place] == "user":
+            return place
+        if roles[place] == "assistant" and place < len(roles) - 1:
+            return None
+    return None
 
 
 def readable(content: object, losses: Losses, *, field: str, is_asked: bool, kind: str = "text") -> object:
     """Return a content whose parts are all texts. What is no list of parts is returned as it is, and so is a part that
-    is malformed, for the schema to judge.
+    is malformed, for the schema to judge. In the history a text that is null is empty.
 
-    field: the request field that is named where a part is lost. is_asked: whether this is the newest message of a user;
+    field: the request field that is named where a part is lost. is_asked: whether this is the last message of a user;
     then a part that cannot be shown is kept. kind: the type of a part of text in this dialect."""
-    if not isinstance(content, list) or all(_is_text(part) for part in content):
+    if not isinstance(content, list) or all(_is_text(part) and part.get("text", "") is not None for part in content):
         return content
     parts: list[object] = []
     for part in content:
-        if _is_text(part) or not isinstance(part, dict) or not isinstance(part.get("type"), str):
+        if not is_asked and _is_text(part) and part.get("text", "") is None:
+            parts.append({**part, "text": ""})
+        elif _is_text(part) or not isinstance(part, dict) or not isinstance(part.get("type"), str):
             parts.append(part)
         elif (text := text_of(part)) is not None:
             parts.append({"type": kind, "text": text})

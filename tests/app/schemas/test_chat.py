@@ -35,6 +35,14 @@ def nested(depth: int) -> dict[str, Any]:
     return schema
 
 
+@pytest.mark.parametrize("levels", [33, 500, 3000, 20_000])
+@pytest.mark.parametrize("field", ["guided_json", "structured_outputs"])
+def test_a_schema_in_a_string_may_be_nested_no_deeper_than_another(field, levels):
+    text = '{"a":' * levels + "1" + "}" * levels
+    with pytest.raises(ValidationError, match="at most 32 levels"):
+        parse(**{field: text if field == "guided_json" else {"json": text}})
+
+
 BAD = [
     {"temperature": "1"},
     {"temperature": True},

@@ -36,6 +36,13 @@ def test_the_tools_of_a_namespace_stand_beside_the_others():
     assert flat_name("f", None) == "f"
 
 
+@pytest.mark.parametrize("tools", [{}, {"tools": None}, {"tools": []}])
+def test_a_namespace_without_tools_is_left_out_with_a_word(tools):
+    losses = Losses()
+    assert offered([{"type": "namespace", "name": None, **tools}, FUNCTION], losses, KINDS) == [FUNCTION]
+    assert losses.names == ["tools.namespace"]
+
+
 @pytest.mark.parametrize("tool", [5, None, {}, {"type": 5}, {"name": "f"}, {"type": "namespace", "tools": 5}])
 def test_what_is_no_tool_is_left_to_the_schema(tool: Any):
     found = offered([tool], Losses(), ("function", "namespace"))

@@ -38,6 +38,12 @@ def test_what_a_user_asks_now_is_refused_and_in_the_history_it_is_not(block):
             taken(messages)
 
 
+@pytest.mark.parametrize("block", [IMAGE, PDF, {"type": "hologram"}])
+def test_what_was_refused_is_history_for_the_next_question(block):
+    _, lost = taken([{"role": "user", "content": [text("Look."), block]}, HELLO])
+    assert lost == [f"messages.{block['type']}"]
+
+
 def test_the_text_of_a_document_is_the_users():
     document = {"type": "document", "title": "T", "source": {"type": "text", "media_type": "text/plain", "data": "D"}}
     rendered, lost = taken([{"role": "user", "content": [document, text("What is it?")]}])
@@ -69,6 +75,45 @@ def test_tools_that_another_server_ran_are_lines_of_the_answer():
 def test_a_text_of_another_dialect_without_its_text_is_refused_by_the_schema(kind, fields):
     with pytest.raises(ValueError, match="content"):
         taken([HELLO, {"role": "assistant", "content": [{"type": kind, **fields}, text("a")]}, HELLO])
+
+
+@pytest.mark.parametrize(
+    "content", [{}, {"content": None}, {"content": []}, {"content": [{"type": "text", "text": None}]}]
+)
+@pytest.mark.parametrize("role", ["assistant", "user"])
+def test_a_message_of_the_history_without_content_is_empty(role, content):
+    rendered, lost = taken([HELLO, {"role": role, **content}, HELLO])
+    assert (rendered[1], lost) == ({"role": role, "content": ""}, [])
+
+
+def test_a_sealed_thought_without_its_seal_is_left_out_with_a_word():
+    said = {"role": "assistant", "content": [{"type": "redacted_thinking"}, text("Yes.")]}
+    rendered, lost = taken([HELLO, said, HELLO])
+    assert (rendered[1], lost) == ({"role": "assistant", "content": "Yes."}, ["messages.redacted_thinking"])
+
+
+@pytest.mark.parametrize(
+    ("fields", "arguments"),
+    [
+        ({}, {}),
+        ({"input": None}, {}),
+        ({"input": "ls"}, {"input": "ls"}),
+        ({"input": [1]}, {"input": [1]}),
+        ({"input": {"a": 1}}, {"a": 1}),
+    ],
+)
+def test_the_input_of_a_call_is_an_object(fields, arguments):
+    said = {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "f", **fields}]}
+    rendered, _ = taken([HELLO, said, HELLO])
+    assert rendered[1]["tool_calls"][0]["function"]["arguments"] == arguments
+
+
+def test_a_result_may_be_of_any_form_and_its_id_of_any_length():
+    said = {"role": "assistant", "content": [{"type": "tool_use", "id": "i" * 300, "name": "f", "input": {}}]}
+    result = {"type": "tool_result", "tool_use_id": "i" * 300, "content": {"b": 1, "a": [2]}}
+    rendered, _ = taken([HELLO, said, {"role": "user", "content": [result]}])
+    assert rendered[2]["content"] == '{"a": [2], "b": 1}'
+    assert rendered[2]["tool_call_id"] == rendered[1]["tool_calls"][0]["id"]
 
 
 JSON = st.recursive(

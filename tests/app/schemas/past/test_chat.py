@@ -43,6 +43,14 @@ def test_an_image_of_an_earlier_turn_is_a_placeholder():
         taken([asked, {"role": "assistant", "content": "I see "}])  # begun for the model to go on with
 
 
+def test_an_image_that_was_refused_is_history_for_the_next_question():
+    rendered, lost = taken([{"role": "user", "content": [IMAGE]}, HELLO])
+    assert (rendered[0]["content"], lost) == (SHOWN, ["messages.image_url"])
+    asked = {"role": "user", "content": [{"type": "text", "text": "And this?"}, IMAGE]}
+    with pytest.raises(ValueError, match="image_url"):
+        taken([{"role": "user", "content": [IMAGE]}, asked, {"role": "system", "content": "Be brief."}])
+
+
 def test_what_a_tool_returned_is_history_also_in_the_newest_turn():
     call = {"id": "c", "type": "function", "function": {"name": "view", "arguments": "{}"}}
     messages = [HELLO, {"role": "assistant", "content": None, "tool_calls": [call]}]
@@ -74,6 +82,14 @@ def test_what_a_tool_returned_is_history_also_in_the_newest_turn():
             {"type": "reasoning.encrypted", "data": "x"},
         ]}, {"content": "Yes.", "reasoning_content": "Hm. So."}),
         ({"content": "Yes.", "reasoning_content": ""}, {"content": "Yes."}),
+        ({"content": "Yes.", "reasoning_content": []}, {"content": "Yes."}),
+        ({"content": "Yes.", "reasoning_content": [{"type": "text", "text": "Hm."}]},
+         {"content": "Yes.", "reasoning_content": "Hm."}),
+        ({"content": "Yes.", "refusal": 7}, {"content": "Yes."}),
+        ({"content": "Yes.", "function_call": "auto"}, {"content": "Yes."}),
+        ({"content": "Yes.", "tool_calls": [{"id": "a", "type": "wat", "wat": {"name": "f"}}, 5, {"function": {}}]},
+         {"content": "Yes."}),
+        ({"content": [{"type": "text", "text": None}]}, {"content": ""}),
         ({"content": "Listen.", "audio": {"id": "a"}}, {"content": "Listen."}),
     ],
 )  # fmt: skip
@@ -88,6 +104,10 @@ def test_an_answer_of_another_server_is_rendered_as_one_of_ours(fields, rendered
         ({"function": {"name": "f", "arguments": {"a": 1}}}, "f", {"a": 1}),
         ({"function": {"name": "mcp:hub/f of mine", "arguments": "{}"}}, "mcp:hub/f of mine", {}),
         ({"function": {"name": "f" * 256, "arguments": ""}}, "f" * 256, ""),
+        ({"function": {"name": "f", "arguments": None}}, "f", {}),
+        ({"function": {"name": "f"}}, "f", {}),
+        ({"function": {"name": "f", "arguments": [1]}}, "f", "[1]"),
+        ({"type": "custom", "custom": {"name": "patch", "input": None}}, "patch", {"input": ""}),
         ({"type": "custom", "custom": {"name": "patch", "input": 'a "b"\n'}}, "patch", {"input": 'a "b"\n'}),
     ],
 )
@@ -102,6 +122,46 @@ def test_calls_and_results_of_the_time_before_tools_belong_together():
     (call,) = rendered[1]["tool_calls"]
     assert (rendered[2]["role"], rendered[2]["content"], lost) == ("tool", "1", [])
     assert rendered[2]["tool_call_id"] == call["id"]
+
+
+def test_what_an_answer_loses_is_named():
+    calls = [{"id": "a", "type": "wat", "wat": {"name": "f"}}]
+    said = {"role": "assistant", "content": "Yes.", "refusal": 7, "function_call": "auto", "tool_calls": calls}
+    assert taken([HELLO, said, HELLO])[1] == ["messages.refusal", "messages.function_call", "messages.wat"]
+
+
+def called(call_id: object) -> dict[str, Any]:
+    call = {"id": call_id, "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    return {"role": "assistant", "content": None, "tool_calls": [call, call]}
+
+
+def test_a_call_without_an_id_gets_one_by_its_place():
+    rendered, _ = taken([HELLO, called(None), HELLO])
+    assert [call["id"] for call in rendered[1]["tool_calls"]] == ["call_1_0", "call_1_1"]
+
+
+def test_an_id_that_is_too_long_is_cut_alike_in_the_call_and_its_result():
+    ids = ["i" * 300, "i" * 299]
+    shown = []
+    for one in ids:
+        rendered, _ = taken([HELLO, called(one), {"role": "tool", "tool_call_id": one, "content": "1"}, HELLO])
+        assert rendered[1]["tool_calls"][0]["id"] == rendered[2]["tool_call_id"]
+        shown.append(rendered[2]["tool_call_id"])
+    assert len(set(shown)) == 2
+    assert [len(one) for one in shown] == [256, 256]
+
+
+def test_a_result_that_is_no_text_is_its_json():
+    rendered, _ = taken([HELLO, called("c"), {"role": "tool", "tool_call_id": "c", "content": {"b": 1, "a": [2]}}])
+    assert rendered[2]["content"] == '{"a": [2], "b": 1}'
+
+
+@pytest.mark.parametrize("role", ["system", "developer", "user"])
+def test_a_message_of_the_history_without_content_is_empty(role):
+    rendered, _ = taken([{"role": role, "content": None}, HELLO])
+    assert rendered[0]["content"] == ""
+    with pytest.raises(ValueError, match="content"):
+        taken([{"role": "user", "content": None}])
 
 
 JSON = st.recursive(

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from reprise.app.schemas.past.items import _CONVERTERS, input_items
 from reprise.app.schemas.past.parts import Losses
+from reprise.app.schemas.responses import ResponseRequest
 
 HELLO = {"type": "message", "role": "user", "content": "Hello"}
 SHOWN = "[image: not shown, this model reads text]"
@@ -100,10 +101,72 @@ def test_only_what_a_user_asks_now_is_left_to_be_refused():
     assert input_items([trigger, HELLO], Losses()) == [trigger, HELLO]
 
 
+@pytest.mark.parametrize("kind", ["input_image", "input_file", "input_audio", "hologram"])
+def test_what_was_refused_is_history_for_the_next_question(kind):
+    losses = Losses()
+    settled: Any = input_items([{"role": "user", "content": [{"type": kind}]}, HELLO], losses)
+    assert ResponseRequest.model_validate({"input": settled}).input[0].role == "user"
+    assert losses.names == [f"input.{kind}"]
+
+
 def test_a_tool_that_returned_nothing_has_an_empty_result():
     for kind in ("function_call_output", "custom_tool_call_output"):
         (shown,), lost = between({"type": kind, "call_id": "c", "output": None})
         assert (shown["output"], lost) == ("", [])
+
+
+def valid(item: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return what is stored of an item between two questions, and what was lost."""
+    (settled,), lost = between(item)
+    (_, found, _) = ResponseRequest.model_validate({"input": [HELLO, settled, HELLO]}).input
+    return found.as_stored(), lost
+
+
+@pytest.mark.parametrize(
+    ("item", "field", "stands"),
+    [
+        ({"type": "function_call", "name": "f", "arguments": None}, "arguments", "{}"),
+        ({"type": "function_call", "name": "f"}, "arguments", "{}"),
+        ({"type": "function_call", "name": "f", "arguments": [1]}, "arguments", "[1]"),
+        ({"type": "custom_tool_call", "name": "f", "input": None}, "input", ""),
+        ({"type": "custom_tool_call", "name": "f", "input": {"a": 1}}, "input", '{"a": 1}'),
+        ({"type": "function_call_output", "output": {"b": 1, "a": [2]}}, "output", '{"a": [2], "b": 1}'),
+        ({"type": "custom_tool_call_output", "output": 7}, "output", "7"),
+        ({"type": "function_call_output", "output": [{"type": "input_text", "text": None}]}, "output", ""),
+    ],
+    ids=str,
+)
+def test_calls_and_results_have_a_text_whatever_came_back(item, field, stands):
+    found, lost = valid({"call_id": "c", **item})
+    assert (found[field], lost) == (stands, [])
+
+
+@pytest.mark.parametrize("content", [{}, {"content": None}, {"content": [{"type": "output_text", "text": None}]}])
+def test_an_answer_without_content_is_empty(content):
+    found, _ = valid({"type": "message", "role": "assistant", **content})
+    assert found["content"][0]["text"] == ""
+    asked = {"role": "user", "content": None}
+    assert input_items([HELLO, asked], Losses()) == [HELLO, asked]
+
+
+@pytest.mark.parametrize("name", ["content", "summary"])
+def test_a_thought_of_another_form_is_left_out_with_a_word(name):
+    found, lost = valid({"type": "reasoning", name: {"text": "Hm."}})
+    assert (found["content"], found["summary"], lost) == ([], [], ["input.reasoning"])
+
+
+@pytest.mark.parametrize("kind", [{}, {"type": None}])
+def test_an_id_alone_refers_to_an_item(kind):
+    assert valid({"id": "msg_1", **kind}) == ({"type": "item_reference", "id": "msg_1"}, [])
+    with pytest.raises(ValueError, match="content"):
+        ResponseRequest.model_validate({"input": input_items([{"id": "msg_1", "role": "user"}], Losses())})
+
+
+def test_an_id_that_is_too_long_is_cut_alike_in_the_call_and_its_result():
+    made, _ = valid(call("f", "{}", "i" * 300))
+    found, _ = valid(output("1", "i" * 300))
+    assert made["call_id"] == found["call_id"]
+    assert len(found["call_id"]) == 256
 
 
 JSON = st.recursive(

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reprise.app.schemas.past.parts import MAX_LINE_CHARS, Losses, line, newest_from, placeholder, readable
+from reprise.app.schemas.past.parts import MAX_LINE_CHARS, Losses, asked_at, line, placeholder, readable
 
 
 def encoded(data: bytes, media_type: str = "") -> str:
@@ -87,12 +87,29 @@ def test_what_is_no_list_of_parts_is_left_to_the_schema(content):
     assert readable(content, Losses(), field="messages", is_asked=False) == content
 
 
-def test_the_newest_turn_begins_after_the_last_message_of_the_model_that_is_not_to_be_gone_on_with():
-    assert newest_from([]) == 0
-    assert newest_from([False, False]) == 0
-    assert newest_from([False, True, False, False]) == 2
-    assert newest_from([False, True, False, True]) == 2
-    assert newest_from([True]) == 0
+@pytest.mark.parametrize(
+    ("roles", "place"),
+    [
+        ("", None),
+        ("s", None),
+        ("uu", 1),  # the first was refused, or never answered
+        ("uaus", 2),
+        ("uauuu", 4),
+        ("uat", None),
+        ("uaua", 2),  # the last is to be gone on with
+        ("ua", 0),
+        ("a", None),
+    ],
+)
+def test_a_request_asks_about_the_last_message_of_a_user_that_has_no_answer(roles, place):
+    names = {"u": "user", "a": "assistant", "s": "system", "t": "tool"}
+    assert asked_at([names[role] for role in roles]) == place
+
+
+def test_a_text_that_is_null_is_empty_in_the_history_alone():
+    part = {"type": "text", "text": None}
+    assert readable([part], Losses(), field="messages", is_asked=False) == [{"type": "text", "text": ""}]
+    assert readable([part], Losses(), field="messages", is_asked=True) == [part]
 
 
 def test_a_line_is_one_and_bounded():
