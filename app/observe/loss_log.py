@@ -4,7 +4,7 @@ import logging
 from collections import OrderedDict
 
 MAX_CLIENTS = 256  # the one that sent something new longest ago is forgotten
-MAX_NAMES = 64  # of one client; later ones are not logged
+MAX_NAMES = 64  # a client; later names are not logged
 MAX_NAMES_PER_LINE = 10
 
 log = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from reprise.app.text.detokenizer import StopFinder
 from reprise.app.text.plain_text import plain_text
 
 _ID_CHARS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
-_MAX_ID_CHARS = 256  # of a call in a request (`CallId` in app/schemas/tools.py)
+_MAX_ID_CHARS = 256  # longest id of a call in a request (`CallId` in app/schemas/tools.py)
 _SPARE_IDLE_STEPS = 64  # steps that may take nothing, beside one for each held character
 SHORT_ID_CHARS = 9  # length of the only ids that templates of Mistral's models accept
 

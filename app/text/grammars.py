@@ -3,7 +3,7 @@ checked here before a request is queued; the engine enforces them."""
 
 import asyncio
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,10 @@ from reprise.app.schemas.chat import ChatCompletionRequest
 from reprise.app.schemas.tools import Tool
 from reprise.app.text.answer_form import AnswerForm
 from reprise.app.text.families.lark import Lark, OfferedTool, TooLarge, json_rule, quoted
+from reprise.app.text.schema_references import longest_chain
 
+MAX_CHAIN, MAX_RULES = 256, 1024  # definitions of a schema, rules of a grammar that refer to one another
+_RULE = re.compile(r"^[ \t]*[A-Za-z_]\w*(?:\.-?\d+)?(?:\[[^\]\n]*\])?[ \t]*:", re.MULTILINE)
 CHECK_S = 5.0
 MAX_GRAMMAR_BYTES = 1 << 20
 _LISTING = re.compile(r"^\s*\d+ \| ", re.MULTILINE)
@@ -45,8 +48,13 @@ def _checked_grammar(request: ChatCompletionRequest, form: AnswerForm) -> str:
     """Build and check the grammar of a constrained answer. Large schemas take seconds, so that this runs in a thread.
     Raises ApiError 400."""
     param = param_of(request)
+    own = _own_grammar(request)
+    if own is not None and len(_RULE.findall(own)) > MAX_RULES:
+        raise invalid(f"Invalid '{param}': more than {MAX_RULES} rules.", param, "invalid_schema")
+    if any(longest_chain(schema) > MAX_CHAIN for schema in _schemas(request)):
+        problem = f"references that lead through more than {MAX_CHAIN} definitions"
+        raise invalid(f"Invalid '{param}': {problem}.", param, "invalid_schema")
     try:
-        own = _own_grammar(request)
         grammar = LLMatcher.grammar_from_lark(_our_grammar(request, form) if own is None else own)
     except TooLarge:
         grammar = None
@@ -57,6 +65,18 @@ def _checked_grammar(request: ChatCompletionRequest, form: AnswerForm) -> str:
         problem = _shown(str(problems[0]), hide_place=own is None) if problems else "it is not understood"
         raise invalid(f"Invalid '{param}': {problem}.", param, "invalid_schema")
     return str(grammar)
+
+
+def _schemas(request: ChatCompletionRequest) -> Iterator[dict[str, Any]]:
+    """Yield the JSON schemas that a request's grammar is made of."""
+    yield from (tool.function.parameters for tool in request.tools or () if tool.function.parameters)
+    given, outputs = request.response_format, request.structured_outputs
+    answers = (
+        request.guided_json,
+        None if outputs is None else outputs.json_,
+        None if given is None or given.json_schema is None else given.json_schema.schema_,
+    )
+    yield from filter(None, answers)
 
 
 def _our_grammar(request: ChatCompletionRequest, form: AnswerForm) -> str:

@@ -13,7 +13,7 @@ START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
 _MAX_HEAD_CHARS = 1024  # up to `<|message|>`; what is longer is text
 _ENDS = (END, CALL, RETURN, START)
-_CUT_HEAD = re.compile(  # of a message that has not begun: text may mention a mark, but goes on otherwise
+_CUT_HEAD = re.compile(  # what a header that was cut may look like; text that mentions a mark looks otherwise
     r"\s*(<\|start\|>\s*\w{0,32})?(\s*to=[^\s<]*)?\s*(<\|channel\|>\s*\w{0,32}(\s*to=[^\s<]*)?\s*)?"
     r"(<\|constrain\|>\s*\w{0,32}\s*)?(<[|a-z]{0,10})?"
 )

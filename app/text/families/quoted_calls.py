@@ -12,7 +12,7 @@ from reprise.app.text.families.typed_values import escaped, json_of
 from reprise.app.text.plain_text import json_text
 
 _BARE_END = re.compile(r"[,}\]]")
-_MAX_BARE_CHARS = 4096  # of a number or a word
+_MAX_BARE_CHARS = 4096  # longest number or word
 _KEY_END = re.compile(r"[:,{}\[\]]")
 _CLOSES = {"{": "}", "[": "]"}
 _BY_TYPE = {

@@ -289,3 +289,18 @@ async def test_no_more_rules_are_written_once_they_are_too_large(family, monkeyp
         await grammar_of(request(**fields), tokenizer_for(family).form)
     assert (error.value.status, error.value.param) == (400, "tools")
     assert sum(sizes) < 1.2 * (1 << 20)
+
+
+async def test_long_chains_of_references_and_rules_are_refused_before_they_overflow_a_stack():
+    """A chain of 1,000 definitions, or of 3,500 rules, ended the process."""
+    definitions: dict[str, Any] = {
+        f"d{n}": {"anyOf": [{"type": "array", "items": {"$ref": f"#/$defs/d{n + 1}"}}, {"type": "null"}]}
+        for n in range(1000)
+    }
+    deep = {"properties": {"a": {"$ref": "#/$defs/d0"}}, "$defs": {**definitions, "d1000": {"type": "integer"}}}
+    with pytest.raises(ApiError, match="references that lead through more than 256 definitions"):
+        await grammar_of(request(tools=tool(type="object", **deep), tool_choice="required"), NO_FORM)
+    assert await grammar_of(request(tools=tool(type="object", **deep), tool_choice="auto"), NO_FORM) == ""
+    rules = "\n".join(["start: r0", *(f'r{n}: "a" r{n + 1}' for n in range(3500)), 'r3500: "b"'])
+    with pytest.raises(ApiError, match="more than 1024 rules"):
+        await grammar_of(request(guided_grammar=rules), NO_FORM)
