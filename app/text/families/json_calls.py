@@ -6,7 +6,6 @@ from typing import Any
 from reprise.app.text.families.lark import Lark, OfferedTool
 from reprise.app.text.families.reading import (
     MAX_HEAD_CHARS,
-    JsonEnd,
     Progress,
     Reader,
     Steps,
@@ -98,7 +97,6 @@ class _JsonReader(Steps):
     def __init__(self, shape: JsonCalls) -> None:
         super().__init__()
         self._shape = shape
-        self._end = JsonEnd()
 
     def open(self) -> Progress | None:
         shape = self._shape
@@ -185,13 +183,7 @@ class _JsonReader(Steps):
         return self.then(self._after)
 
     def _arguments(self) -> Progress | None:
-        start = self.at
-        self.at = self._end.push(self.text, start)
-        self.calls.add(self.text[start : self.at])
-        if not self._end.found:
-            return Progress.MORE
-        self._end = JsonEnd()
-        return self.then(self._rest)
+        return self.then(self._rest) if self.add_object() else Progress.MORE
 
     def _rest(self) -> Progress | None:
         """Read the keys after the arguments, and the object's end."""

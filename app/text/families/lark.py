@@ -8,7 +8,7 @@ from typing import Any
 
 # JSON on one line, as models are taught to write it; with free white space, small models lose track.
 _LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-_MAX_REFERENCES = 8  # that are followed from one schema to the next
+_MAX_REFERENCES = 8  # one schema after the other
 _MAX_REFERENCE_CHARS = 1024
 _DEFINITIONS = ("$defs", "definitions")
 
@@ -67,9 +67,6 @@ class Lark:
         if start < len(text):
             parts.append(quoted(text[start:]))
         return " ".join(parts)
-
-    def is_special(self, text: str) -> bool:
-        return text in self._special_ids
 
     def json(self, schema: dict[str, Any], tool: OfferedTool) -> str:
         """Return an expression for JSON that follows a schema of a tool; the same one for equal schemas."""

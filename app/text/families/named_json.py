@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from reprise.app.text.families.lark import Lark, OfferedTool
-from reprise.app.text.families.reading import MAX_NAME_CHARS, JsonEnd, Progress, Reader, Steps
+from reprise.app.text.families.reading import MAX_NAME_CHARS, Progress, Reader, Steps
 from reprise.app.text.plain_text import json_text
 
 
@@ -65,7 +65,6 @@ class _NamedReader(Steps):
     def __init__(self, shape: NamedJson) -> None:
         super().__init__()
         self._shape = shape
-        self._end = JsonEnd()
 
     def open(self) -> Progress | None:
         self.take(self._shape.open)
@@ -85,25 +84,8 @@ class _NamedReader(Steps):
         return Progress.TEXT
 
     def _arguments(self) -> Progress | None:
-        start = self.at
-        self.at = self._end.push(self.text, start)
-        self.calls.add(self.text[start : self.at])
-        if not self._end.found:
-            return Progress.MORE
-        self._end = JsonEnd()
-        return self.then(self._after)
+        return self.then(self._after) if self.add_object() else Progress.MORE
 
     def _after(self) -> Progress | None:
-        shape, place = self._shape, self.at
-        self.skip_space()
-        if self.take(shape.close):
-            return Progress.OVER
-        if self.take(shape.end, *shape.skipped):
-            return None
-        if self.text.startswith(shape.begin, self.at):
-            return self.then(self._head)
-        if self.may_become(shape.close, shape.end, shape.begin, *shape.skipped):
-            self.at = place
-            return Progress.MORE
-        self.at = len(self.text) if self.final and self.at == len(self.text) else place
-        return Progress.OVER
+        shape = self._shape
+        return self.after_call(self._head, shape.begin, close=(shape.close,), skipped=(shape.end, *shape.skipped))

@@ -6,7 +6,8 @@ from there that it has not taken yet, however the stream is cut.
 
 import json
 import re
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from typing import Any, Protocol
 
@@ -57,7 +58,7 @@ class Reader(Protocol):
         ...
 
 
-class Steps:
+class Steps(ABC):
     """A reader made of steps. A step looks at `text[at:]`, moves `at` past what it has taken, and either names the next
     step and returns None, or returns what is to be said of the rest.
 
@@ -72,12 +73,13 @@ class Steps:
         self._taken = 0  # characters taken by earlier reads
         self._spaces: dict[int, int] = {}  # where white space that is not taken begins -> how far it has been read
         self.calls: Calls
+        self._object_end = JsonEnd()
         self.has_begun = False
         self.step: Callable[[], Progress | None] = self.open
 
+    @abstractmethod
     def open(self) -> Progress | None:
         """Read the marker: the first step."""
-        raise NotImplementedError
 
     def read(self, text: str, calls: Calls, *, final: bool) -> tuple[int, Progress]:
         self.text, self.at, self.calls, self.final = text, 0, calls, final
@@ -132,6 +134,36 @@ class Steps:
         """Return whether the rest of the text is the beginning of one of the literals, of which more may come."""
         rest = self.text[self.at :]
         return not self.final and any(literal.startswith(rest) for literal in literals if literal)
+
+    def add_object(self) -> bool:
+        """Add the JSON object that comes next to the arguments of the call, as far as it has come. Returns whether it
+        has ended."""
+        start = self.at
+        self.at = self._object_end.push(self.text, start)
+        self.calls.add(self.text[start : self.at])
+        has_ended = self._object_end.found
+        if has_ended:
+            self._object_end = JsonEnd()
+        return has_ended
+
+    def after_call(
+        self, head: Callable[[], Progress | None], opening: str, *, close: Sequence[str], skipped: Sequence[str]
+    ) -> Progress | None:
+        """Read what follows a call: the end of all calls, markup, or another call. head: the step that reads the next
+        call's head, which begins with `opening`. White space before anything else is not taken."""
+        place = self.at
+        self.skip_space()
+        if self.take(*close):
+            return Progress.OVER
+        if self.take(*skipped):
+            return None
+        if self.text.startswith(opening, self.at):
+            return self.then(head)
+        if self.may_become(*close, *skipped, opening):
+            self.at = place
+            return Progress.MORE
+        self.at = len(self.text) if self.final and self.at == len(self.text) else place
+        return Progress.OVER
 
     def wait(self, most: int) -> Progress:
         """Return MORE, or TEXT if a head has become longer than `most` characters, or none will come."""

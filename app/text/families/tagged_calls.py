@@ -13,7 +13,7 @@ from reprise.app.text.families.lark import (
     quoted,
     with_definitions,
 )
-from reprise.app.text.families.reading import MAX_NAME_CHARS, JsonEnd, Progress, Reader, Steps
+from reprise.app.text.families.reading import MAX_NAME_CHARS, Progress, Reader, Steps
 from reprise.app.text.families.typed_values import ArgumentTypes, TextToJson
 from reprise.app.text.plain_text import json_text
 
@@ -127,7 +127,6 @@ class _TaggedReader(Steps):
         self._value = TextToJson("string", frozenset())
         self._value_has_begun = False
         self._types = ArgumentTypes({})
-        self._end = JsonEnd()
 
     def open(self) -> Progress | None:
         if self.take(*self._shape.open):
@@ -217,25 +216,9 @@ class _TaggedReader(Steps):
 
     def _json(self) -> Progress | None:
         """Read arguments that are a JSON object in place of tags."""
-        start = self.at
-        self.at = self._end.push(self.text, start)
-        self.calls.add(self.text[start : self.at])
-        if not self._end.found:
-            return Progress.MORE
-        self._end = JsonEnd()
-        return self.then(self._after)
+        return self.then(self._after) if self.add_object() else Progress.MORE
 
     def _after(self) -> Progress | None:
-        shape, place = self._shape, self.at
-        self.skip_space()
-        if self.take(*shape.close):
-            return Progress.OVER
-        if self.take(shape.call_close):  # after arguments in JSON
-            return None
-        if self.text.startswith(shape.head_open, self.at):
-            return self.then(self._head)
-        if self.may_become(*shape.close, shape.head_open, shape.call_close):
-            self.at = place
-            return Progress.MORE
-        self.at = len(self.text) if self.final and self.at == len(self.text) else place
-        return Progress.OVER
+        shape = self._shape
+        # The end of the call stands there after arguments in JSON.
+        return self.after_call(self._head, shape.head_open, close=shape.close, skipped=(shape.call_close,))
