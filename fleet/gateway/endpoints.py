@@ -24,6 +24,7 @@ from reprise.fleet.keys import SessionName
 from reprise.fleet.members import Members
 from reprise.fleet.overview import MAX_SHOWN, overview
 
+_READING = ("GET", "HEAD")  # methods of what load balancers and browsers look at
 MAX_BODY_BYTES = 1 << 14  # longest body of an operator's request
 MAX_LISTED, LISTED = 1000, 100  # sessions of a page, as on a replica
 
@@ -54,17 +55,16 @@ class Endpoints:
         self._is_draining = is_draining
         self._clock = clock
         self._handlers: dict[tuple[str, str], Handler] = {
-            ("GET", "/health"): self.health,
-            ("GET", "/v1/health"): self.health,
-            ("GET", "/ready"): self.ready,
+            **{(method, path): self.health for path in ("/health", "/v1/health") for method in _READING},
+            **{(method, "/ready"): self.ready for method in _READING},
+            **{(method, "/v1/models"): self.models for method in _READING},
             ("GET", "/metrics"): self.metrics,
-            ("GET", "/v1/models"): self.models,
             ("GET", "/v1/sessions"): self.sessions,
             ("GET", "/v1/fleet"): self.fleet,
             ("GET", "/v1/fleet/targets"): self.targets,
             ("POST", "/v1/fleet/drain"): self.drain,
             ("POST", "/v1/fleet/move"): self.move,
-            **{(method, path): page.file for path in page.PATHS for method in ("GET", "HEAD")},
+            **{(method, path): page.file for path in page.PATHS for method in _READING},
         }
 
     def find(self, method: str, path: str) -> Handler | None:

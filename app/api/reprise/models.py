@@ -32,6 +32,7 @@ class ModelsQuery(BaseModel):
     client_version: str | None = Field(None, description="sent by Codex; adds `models`, empty")
 
 
+@router.head("/v1/models", include_in_schema=False)
 @router.get("/v1/models", **described("List the model and its aliases", answers.ModelList, query=ModelsQuery))
 async def list_models(request: Request) -> dict[str, Any]:
     """Return an entry for the model's name and each alias, with its window under every name that clients look for, its

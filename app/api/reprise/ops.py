@@ -19,6 +19,8 @@ from reprise.engine.messages import WIRE_VERSION
 router = APIRouter()
 
 
+@router.head("/health", include_in_schema=False)
+@router.head("/v1/health", include_in_schema=False)
 @router.get("/health", **described("Check that the server is alive", answers.Health))
 @router.get("/v1/health", **described("Check that the server is alive", answers.Health))
 async def health(request: Request) -> dict[str, Any]:
@@ -32,6 +34,7 @@ async def health(request: Request) -> dict[str, Any]:
     return answer
 
 
+@router.head("/ready", include_in_schema=False)
 @router.get("/ready", **described("Check that the server takes requests", answers.ReadyStatus))
 async def ready(request: Request) -> dict[str, Any]:
     """200 while the server accepts requests. No key needed."""

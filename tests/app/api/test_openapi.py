@@ -50,7 +50,7 @@ async def test_every_path_is_described_or_known_not_to_be(running: Running):
         if hasattr(module, "router")
         for route in module.router.routes
         for method in route.methods
-        if route.path not in UNDESCRIBED
+        if route.path not in UNDESCRIBED and method != "HEAD"  # says nothing that GET does not
     ]
     described = [(method, path) for path, methods in document["paths"].items() for method in methods]
     assert sorted(described) == sorted(served)

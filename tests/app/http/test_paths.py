@@ -53,7 +53,7 @@ async def test_no_spelling_gets_around_the_keys(engine: FakeEngine, tmp_path):
         assert (await running.http.get("/health/")).status_code == 200
 
 
-@pytest.mark.parametrize("path", ["/", "/docs"])
+@pytest.mark.parametrize("path", ["/", "/docs", "/health", "/v1/health", "/ready", "/v1/models"])
 async def test_a_client_may_look_whether_the_server_is_there(running: Running, path):
     seen, asked = await running.http.get(path), await running.http.head(path)
     assert (asked.status_code, asked.headers["content-length"]) == (200, seen.headers["content-length"])

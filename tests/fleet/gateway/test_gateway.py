@@ -153,7 +153,8 @@ async def test_other_requests_are_passed_on_as_they_are():
         assert "access-control-allow-origin" not in answer.headers, "that is the gateway's to say"
         prefetch = await whole.client.post("/v1/sessions/s/prefetch")
         assert prefetch.json()["method"] == "POST"
-        assert (await whole.client.head("/v1/files")).status_code == 200
+        for path in ("/health", "/v1/health", "/ready", "/v1/files"):
+            assert (await whole.client.head(path)).status_code == 200
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/chat/completions/"])
