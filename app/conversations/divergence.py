@@ -38,7 +38,7 @@ class Divergence:
     """The place where a request leaves the recorded conversation."""
 
     message: int | None  # index of the request's message; None: the place is in no message
-    role: str | None  # that message's
+    role: str | None  # role of the message
     where: str  # what differs: "content", "tools[3].parameters", "model", ...
     token: int  # number of the prompt's leading tokens that are as recorded
     sentence: str

@@ -213,7 +213,7 @@ def _tool(value: object) -> object:
     """Parse a tool by its type."""
     if not isinstance(value, dict):
         return value
-    kind = value.get("type", "function")  # whose schema says that the type is missing
+    kind = value.get("type", "function")  # the schema of a function says that the type is missing
     if not isinstance(kind, str) or kind not in _TOOLS:
         raise unsupported("type", f"A tool of type {str(kind)[:40]!r} is")
     return _TOOLS[kind].model_validate(value)

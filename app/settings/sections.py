@@ -32,7 +32,7 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True)
 
 
-ANY_NAME = "*"  # among a model's aliases
+ANY_NAME = "*"  # the alias that stands for any name
 # The names of `reprise.app.text.families`.
 CallFamily = Literal[
     "auto", "apertus", "command", "deepseek-v3", "deepseek-v3.1", "deepseek-v3.2", "functiongemma", "gemma", "glm",

@@ -21,7 +21,7 @@ class Agent:
     name: str
     packages: tuple[str, ...]  # npm's, or pip's where `is_python`
     first: tuple[str, ...]  # the command of the first turn
-    second: tuple[str, ...]  # that of the second one, which goes on with the same conversation
+    second: tuple[str, ...]  # the command of the second turn, in the same conversation
     said: tuple[str, str]  # how both turns end, after two calls and after a third
     is_python: bool = False
     pythons: tuple[str, ...] = ()  # those that will do, where it does not take every one

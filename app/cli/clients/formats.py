@@ -16,7 +16,7 @@ BEGIN, END = "# begin: reprise client", "# end: reprise client"
 _MARKED = re.compile(rf"^{BEGIN}\n(.*?)^{END}\n", re.MULTILINE | re.DOTALL)
 _AT_TABLES = re.compile(r"^(?=[ \t]*\[)", re.MULTILINE)
 _ASSIGNED = re.compile(r"[ \t]*(?:export[ \t]+)?([A-Za-z0-9_-]+)[ \t]*=")
-_SERVER_KEYS = ("provider", "base_url", "baseURL", "baseUrl", "api_base", "apiBase")  # which say whose an entry is
+_SERVER_KEYS = ("provider", "base_url", "baseURL", "baseUrl", "api_base", "apiBase")  # they tell whose entry it is
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 _TABLE = re.compile(r"^\s*\[", re.MULTILINE)
 

@@ -29,7 +29,7 @@ LEAST_FOUND = 0.9  # share of the first request's tokens that the second one has
 class Call:
     id: str
     name: str
-    arguments: Any  # as the dialect has them: JSON, or an object
+    arguments: Any  # JSON or an object, by the dialect
 
 
 class Dialect(Protocol):
@@ -140,7 +140,7 @@ class Outcome:
     """The result of a trial. Without a call there was no second request, and all numbers are 0."""
 
     problem: str  # "": all is well
-    call: str = ""  # as it was read
+    call: str = ""  # the call that was read
     prompt_tokens: int = 0  # those of the second request
     cached_tokens: int = 0
 

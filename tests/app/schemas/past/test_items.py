@@ -54,8 +54,8 @@ CONVERTED = [
     ({"type": "web_search_call", "id": "w", "action": {"type": "search", "query": "q"}}, [said("[web search: q]")]),
     ({"type": "file_search_call", "id": "w", "queries": ["q"], "results": None}, [said('[file search: ["q"]]')]),
     ({"type": "code_interpreter_call", "id": "w", "code": "x = 1\ny"}, [said("[code: x = 1 y]")]),
-    ({"type": "agent_message", "author": "/root/a", "content": [{"type": "input_text", "text": "Done."}]},
-     [said("[message of /root/a]\nDone.", "user")]),
+    ({"type": "agent_message", "author": "lead/reader", "content": [{"type": "input_text", "text": "Done."}]},
+     [said("[message of lead/reader]\nDone.", "user")]),
 ]  # fmt: skip
 LOST = [
     *({"type": kind} for kind in ("additional_tools", "mcp_list_tools", "mcp_approval_request", "hologram")),
