@@ -10,10 +10,14 @@ lie in memory is worth some per cent, so the servers are started anew several ti
 Nothing is measured before both are calm: trees of version 0.2 move their memory into large pages in their first
 pauses, which takes 100 ms from a turn of the other.
 
+`--agent` compares an agent's turns instead: 24 tools and a history of some 20,000 tokens in calls and results, which is
+computed once a start. Each later request brings one more call with its result, and counts as a returning turn.
+
 Held: the medians of TTFT and TPOT, this over other, are at most 1.02.
 """
 
 import asyncio
+import json
 import random
 import secrets
 import time
@@ -41,6 +45,15 @@ SILENCE_S = 300.0
 RESAMPLES = 2000
 CALM_S = 15.0  # after a start: until memory is there, in large pages; two servers need 12
 SETTLE_S, QUIET_S = 20.0, 0.2
+TOOLS, CALLS, RESULT_WORDS = 24, 40, 250
+AGENT_CONTEXT = 32_768
+# The bundled model's template shows neither tools nor calls. Trees that write them in themselves do it in other words.
+AGENT_TEMPLATE = (
+    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}<tool_call>\n{{ call.function | tojson }}\n</tool_call>{% endfor %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 FIGURES = ("ttft_ms of a first turn", "ttft_ms of a returning turn", "tpot_ms")
 
 
@@ -89,6 +102,46 @@ async def converse(server: ServerProcess, arm: str, start: int, round_: int) -> 
     return turns
 
 
+def agent_tools() -> list[dict[str, Any]]:
+    """Return tools as agents send them: each has a description and four arguments."""
+    rng = random.Random("other_tree/tools")
+    tools = []
+    for number in range(TOOLS):
+        arguments = {
+            f"argument_{index}": {"type": "string", "description": " ".join(rng.choices(WORDS, k=12))}
+            for index in range(4)
+        }
+        schema = {"type": "object", "properties": arguments, "required": ["argument_0"]}
+        about = " ".join(rng.choices(WORDS, k=40))
+        function = {"name": f"tool_{number}", "description": about, "parameters": schema}
+        tools.append({"type": "function", "function": function})
+    return tools
+
+
+def agent_history(start: int, calls: int) -> list[dict[str, Any]]:
+    """Return a task and so many calls with their results; those of fewer calls are a prefix of it."""
+    rng = random.Random(f"other_tree/agent/{start}")
+    messages: list[dict[str, Any]] = [{"role": "user", "content": " ".join(rng.choices(WORDS, k=FIRST_WORDS))}]
+    for number in range(calls):
+        function = {"name": f"tool_{number % TOOLS}", "arguments": json.dumps({"argument_0": rng.choice(WORDS)})}
+        call = {"id": f"call_{number}", "type": "function", "function": function}
+        result = " ".join(rng.choices(WORDS, k=RESULT_WORDS))
+        messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
+        messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
+    return messages
+
+
+async def work_on(server: ServerProcess, arm: str, start: int, round_: int) -> list[Turn]:
+    """Send the agent's next request. What the model answers is left out of its history, since it is gibberish."""
+    http = Http(server.url, silence_s=SILENCE_S)
+    answer = await ask_stamped(
+        http, server.model["id"], agent_history(start, CALLS + round_), tools=agent_tools(),
+        max_tokens=ANSWER_TOKENS, temperature=0, ignore_eos=True,
+    )  # fmt: skip
+    await asyncio.to_thread(settle, server)
+    return [Turn(arm, start, round_, 1, round(answer.ttft_ms, 3), round(answer.tpot_ms, 4))]
+
+
 def ratios(turns: list[Turn]) -> dict[str, list[float]]:
     """Return this over other of every figure, for each pair of answers. The first round of a start warms up."""
     pairs: dict[tuple[int, int, int], dict[str, Turn]] = {}
@@ -119,7 +172,11 @@ def result_of(turns: list[Turn], arguments: Any) -> dict[str, Any]:
 def measure(run: Run) -> dict[str, Any]:
     arguments = run.arguments
     programs = {"this": None, "other": arguments.other.absolute()}
-    settings = {"model.source": str(run.random_model())}
+    model = run.random_model(context=AGENT_CONTEXT) if arguments.agent else run.random_model()
+    if arguments.agent:
+        (model / "chat_template.jinja").write_text(AGENT_TEMPLATE, encoding="utf-8")
+    settings = {"model.source": str(model)}
+    ask = work_on if arguments.agent else converse
     turns: list[Turn] = []
     for start in range(arguments.starts):
         with ExitStack() as running:
@@ -130,7 +187,7 @@ def measure(run: Run) -> dict[str, Any]:
             label = f"start {start + 1} of {arguments.starts}, round"
             for round_, arms in run.rounds(ARMS, range(arguments.rounds + 1), label):
                 for arm in arms:
-                    turns += asyncio.run(converse(servers[arm], arm, start, round_))
+                    turns += asyncio.run(ask(servers[arm], arm, start, round_))
         run.keep(result_of(turns, arguments))
     return {"model": str(arguments.model or "125 M"), **result_of(turns, arguments)}
 
@@ -143,6 +200,7 @@ def options(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--other", type=Path, required=True, help="the `reprise` program in another checkout's .venv/bin"
     )
+    parser.add_argument("--agent", action="store_true", help="compare an agent's turns of 20,000 tokens")
     parser.add_argument("--starts", type=int, default=3, help="of both servers")
 
 
