@@ -17,7 +17,7 @@ from reprise.app.conversations.outline import Mark, Outline
 
 Tool = dict[str, Any]
 
-MAX_EXCERPT_CHARS = 24  # characters of the prompt in an explanation
+MAX_EXCERPT_CHARS = 24  # characters of one quote in an explanation
 MAX_NAME_CHARS = 64
 _SYSTEM = ("system", "developer")
 _IN_DOUBT = 2  # messages that have to follow one another to be recognised at another place
@@ -148,6 +148,8 @@ def _of_message(
     was: Sequence[Mark], now: Sequence[Mark], first: int, change: Change, *, number: int
 ) -> tuple[str, str]:
     old, new = was[first], now[first]
+    if first == len(was) - 1 and old.role == "assistant" and new.role == "user":
+        return "messages", f"the answer that came before message {number} was not sent back"
     said_before, said_now = [mark.said for mark in was], [mark.said for mark in now]
     if old.said == new.said:
         return "reasoning_content", _of_thoughts(was[first:], now[first:], number)
@@ -189,7 +191,7 @@ def _of_thoughts(was: Sequence[Mark], now: Sequence[Mark], number: int) -> str:
 
 def _of_edit(old: Mark, new: Mark, change: Change, *, is_here: bool, number: int) -> tuple[str, str]:
     """Explain an edited message. is_here: whether the text of `change` is the message's."""
-    place = f" at {excerpt}" if is_here and (excerpt := _excerpt(change)) else ""
+    place = _place(change) if is_here else ""
     if old.role != new.role:
         return "role", f"message {number} was edited: it was of the role {old.role}"
     if old.content == new.content and new.role == "assistant":
@@ -198,6 +200,7 @@ def _of_edit(old: Mark, new: Mark, change: Change, *, is_here: bool, number: int
         return "fields", f"a field of message {number} was edited{place}"
     if new.role in _SYSTEM:
         why = _why_it_changes(change) if is_here else ""
+        place = _place(change, shows_change=not why) if is_here else ""
         return "content", f"the {new.role} prompt differs{place}" + (f": {why}" if why else "")
     return "content", f"message {number} was edited{place}"
 
@@ -210,7 +213,7 @@ def _of_template(now: Sequence[Mark], change: Change, numbers: Sequence[int]) ->
     if count := change.dropped_thoughts:
         dropped = f"the template dropped {count} thought{'s' if count > 1 else ''}"
         return Divergence(message, role, "reasoning_content", token, dropped)
-    place = f" at {excerpt}" if (excerpt := _excerpt(change)) else ""
+    place = _place(change)
     what = "earlier messages" if message is None else f"message {message}"
     return Divergence(message, role, "template", token, f"the template writes {what} in another way now{place}")
 
@@ -239,14 +242,34 @@ def _why_it_changes(change: Change) -> str:
     return ""
 
 
-def _excerpt(change: Change) -> str:
-    """Return the last words before the difference, in quotes; if there are none, the first words after it."""
+def _place(change: Change, *, shows_change: bool = True) -> str:
+    """Return words that say where the difference is, and what was there and is there now. shows_change: whether to say
+    the latter, which is not needed where the sentence explains it."""
+    before, was, now = _before(change), _after(change.was), _after(change.now)
+    if not before:
+        return f" at {now}" if now else ""
+    if not shows_change or was == now:
+        return f" at {before}"
+    if was and now:
+        return f" at {before}, where {was} became {now}"
+    return f" at {before}, where {now} was added" if now else f" at {before}, where {was} was removed"
+
+
+def _after(text: str) -> str:
+    """Return the first words of a text, in quotes; nothing if it has none."""
+    words = text.strip().partition("\n")[0]
+    if len(words) > MAX_EXCERPT_CHARS:
+        words = words[:MAX_EXCERPT_CHARS].rpartition(" ")[0] or words[:MAX_EXCERPT_CHARS]
+    return f"'{_printable(words)}'" if words else ""
+
+
+def _before(change: Change) -> str:
+    """Return the last words before the difference, in quotes; nothing if there are none on its line."""
     line = change.before.rpartition("\n")[2].replace("\ufffd", "")
     words = line[-MAX_EXCERPT_CHARS:]
     is_cut = len(line) > len(words) and line[-len(words) - 1] != " "
     if is_cut and " " in words:
         words = words.partition(" ")[2]
-    words = words if words.strip() else change.now.strip().partition("\n")[0][:MAX_EXCERPT_CHARS]
     return f"'{_printable(words)}'" if words.strip() else ""
 
 

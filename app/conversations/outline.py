@@ -52,6 +52,12 @@ class Outline(msgspec.Struct, frozen=True, array_like=True):
         places = range(0, len(self.packed) - _MARK_BYTES + 1, _MARK_BYTES)
         return [_unpacked(self.packed[place : place + _MARK_BYTES]) for place in places]
 
+    @property
+    def answer(self) -> Mark | None:
+        """The mark of the answer; None if it is not recorded."""
+        marks = self.marks
+        return marks[-1] if len(marks) > self.outlined else None
+
 
 @dataclass(frozen=True, slots=True)
 class Asked:
@@ -73,6 +79,12 @@ class Asked:
         for a title, are of other conversations."""
         first = next((message for message in self.messages if message.get("role") not in ("system", "developer")), {})
         return digest("opening", canonical(without_reasoning(first)))
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether there is a message before the newest one, besides a system prompt."""
+        said = (message for message in self.messages if message.get("role") not in ("system", "developer"))
+        return next(said, None) is not None and next(said, None) is not None
 
     @property
     def tail(self) -> bytes | None:

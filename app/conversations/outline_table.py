@@ -17,7 +17,7 @@ import msgspec
 from reprise.app.conversations.database import Database
 from reprise.app.conversations.divergence import Divergence
 from reprise.app.conversations.offered import MAX_LIST_BYTES, Tools
-from reprise.app.conversations.outline import Asked, Outline
+from reprise.app.conversations.outline import Asked, Outline, outline_of
 
 MAX_OPENINGS = 4  # outlines of a session
 
@@ -33,10 +33,11 @@ CREATE TABLE IF NOT EXISTS tools (key BLOB PRIMARY KEY, data BLOB NOT NULL)
 """
 _FIND = """
 SELECT o.answer, o.data FROM outlines o JOIN sessions s ON s.id = o.session JOIN answers a ON a.id = o.answer
-WHERE {where} AND s.used + s.extra >= :since ORDER BY s.name = :name DESC, o.answer DESC LIMIT 1
+WHERE {where} AND s.used + s.extra >= :since ORDER BY s.name = :name DESC, o.answer DESC LIMIT :limit
 """
 _BY_TAIL = "o.tail = :tail"
-_BY_OPENING = "s.tenant = :tenant AND s.name = :name AND o.opening = :opening"
+_BY_NAME = "s.tenant = :tenant AND s.name = :name"
+_BY_OPENING = f"{_BY_NAME} AND o.opening = :opening"
 _PUT = """
 INSERT INTO outlines (session, opening, tail, answer, tools, data, left_at, why) VALUES (?, ?, ?, ?, ?, ?, ?, ?)
 ON CONFLICT (session, opening) DO UPDATE SET
@@ -100,15 +101,24 @@ class OutlineTable:
 
     def find(self, asked: Asked, *, session_id: str | None, since: float) -> tuple[int, Outline] | None:
         """Return (id of its answer, outline) of the request that this one most likely goes on from: by its last answer
-        and the message before, or by its session's name and its first message."""
+        and the message before, or by its session's name and its first message, or else an answer of that session."""
         values = {
             "tail": asked.tail, "opening": asked.opening, "tenant": asked.tenant, "name": session_id or "",
-            "since": since,
+            "since": since, "limit": 1,
         }  # fmt: skip
         for where in (_BY_TAIL, _BY_OPENING):
             row = self._db.execute(_FIND.format(where=where), values).fetchone()
             if row is not None and (outline := _outline(row[1])) is not None:
                 return row[0], outline
+        return self._with_answer(asked, values) if session_id and asked.tail is not None else None
+
+    def _with_answer(self, asked: Asked, values: dict[str, Any]) -> tuple[int, Outline] | None:
+        """Return the newest request of a session whose answer is in this one: what was asked may have been edited."""
+        said = {mark.said for mark in outline_of(asked).marks if mark.role == "assistant"}
+        for answer, data in self._db.execute(_FIND.format(where=_BY_NAME), {**values, "limit": MAX_OPENINGS}):
+            outline = _outline(data)
+            if outline is not None and outline.answer is not None and outline.answer.said in said:
+                return answer, outline
         return None
 
     def known(self, asked: Asked, *, session_id: str) -> Outline | None:

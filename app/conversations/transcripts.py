@@ -40,7 +40,7 @@ from reprise.app.conversations.prepared_prompt import PreparedPrompt
 from reprise.app.conversations.rendered_chat import RenderedChat, TextTokenizer
 from reprise.app.conversations.splice import Candidate, Splice, common_chars, common_ids, shifted, splice_of
 from reprise.app.conversations.transcript_rows import Exported
-from reprise.app.conversations.transcript_store import NewAnswer, RecordedAnswer, TranscriptStore
+from reprise.app.conversations.transcript_store import History, NewAnswer, RecordedAnswer, TranscriptStore
 from reprise.app.text.message_bounds import MessageBounds
 from reprise.app.text.template import TemplateError
 
@@ -48,7 +48,8 @@ MAX_LOOKUPS = 512  # answers of a request, from the last one back, that are look
 MAX_ATTEMPTS = 4  # candidates whose text is compared
 MAX_STREAM_TOKENS = 1 << 18  # a conversation that a client shortens is begun anew when it is longer than that
 MIN_SHIFTED_TOKENS = 128  # four blocks: a shorter rest of a conversation is computed as fast as moved
-EXCERPT_TOKENS = 64  # on either side of the place where a prompt leaves its conversation, to explain it
+EXCERPT_TOKENS = 64  # before the place where a prompt leaves its conversation, to explain it
+MAX_COMPARED_TOKENS = 1 << 14  # from that place on, to find where the text differs
 _KNOWN_CHAINS_BYTES = 4 << 20  # most for conversations whose next turn is recognised by comparing texts
 _FOR_EVER_S = 1e12
 
@@ -256,13 +257,12 @@ class Transcripts:
             end -= 1
         if token >= min(end, len(prompt.token_ids)) and was.model == now.model:
             return None
-        message = bisect_right(prompt.starts, token) - 1
         return explain(
             was,
             now,
             was_tools=asked.tools if was.tools == now.tools else self._store.tools(was.tools),
             now_tools=asked.tools,
-            change=_change(chat, prompt.token_ids, history.ids, token, message if message >= 0 else None),
+            change=_change(chat, prompt, history, token),
             numbers=asked.numbers,
         )
 
@@ -305,7 +305,7 @@ class Transcripts:
             known_tokens=0,
             rest=chat.text,
             first=0,
-            left=(chat.session_id or (nearest[0].session_id if nearest else "")) if chat.last_answer else None,
+            left=_expected(chat, nearest[0].session_id if nearest else ""),
             nearest=nearest,
         )
 
@@ -381,6 +381,14 @@ class Transcripts:
                     return
 
 
+def _expected(chat: RenderedChat, nearest: str) -> str | None:
+    """Return the session that a chat is expected to go on from, for `Draft.left`. nearest: session of a recorded answer
+    that was found for it, or ""."""
+    if chat.last_answer:
+        return chat.session_id or nearest
+    return chat.session_id if chat.asked is not None and chat.asked.goes_on else None
+
+
 def _keeps_all(chat: RenderedChat, candidate: Candidate, splice: Splice) -> bool:
     """Return whether a splice keeps all that is recorded of a chat: it is of the last answer, which came back whole or
     cut by the client."""
@@ -412,19 +420,51 @@ def _without_thoughts(
     return replace(prompt, chain=chain, chars=len(text), text_digest=digest(text)), replace(new, chain=bare, bare=bare)
 
 
-def _change(chat: RenderedChat, ids: Sequence[int], recorded: Sequence[int], token: int, message: int | None) -> Change:
-    """Describe the place where two lists of ids differ, with the text around it."""
-    start, end = max(0, token - EXCERPT_TOKENS), token + EXCERPT_TOKENS
-    was, now = (chat.tokenizer.decode(part[start:end], skip_special_tokens=True) for part in (recorded, ids))
-    common = common_chars(was, now)
+def _change(chat: RenderedChat, prompt: PreparedPrompt, history: History, token: int) -> Change:
+    """Describe the place where a prompt leaves the recorded ids, with the text around it, of one message.
+
+    token: index of the first id that differs. The text may differ only later: what a client sends back is often
+    tokenized in another way than it was generated.
+    """
+    first = bisect_right(prompt.starts, token) - 1
+    message, begins = first, (max(0, token - EXCERPT_TOKENS, prompt.starts[first] if first >= 0 else 0),) * 2
+    before = was = now = ""
+    left = MAX_COMPARED_TOKENS
+    while left > 0:
+        ends = [_end(starts, message, len(ids)) for ids, starts in _both(prompt, history)]
+        parts = [
+            ids[begin : min(end, begin + left)]
+            for (ids, _), begin, end in zip(_both(prompt, history), begins, ends, strict=True)
+        ]
+        now, was = (chat.tokenizer.decode(part, skip_special_tokens=True).rstrip("\ufffd") for part in parts)
+        common = common_chars(was, now)
+        before, was, now = now[:common], was[common:], now[common:]
+        is_last = message < 0 or message + 1 >= min(len(prompt.starts), len(history.starts))
+        if was or now or is_last:
+            break
+        left -= len(parts[0])
+        message += 1
+        begins = (prompt.starts[message], history.starts[message])
+    if not (was or now):
+        message, before = first, ""
     return Change(
         token=token,
-        message=message,
-        before=now[:common],
-        was=was[common:],
-        now=now[common:],
-        dropped_thoughts=chat.hidden_thoughts(message or 0),
+        message=message if message >= 0 else None,
+        before=before,
+        was=was,
+        now=now,
+        dropped_thoughts=chat.hidden_thoughts(max(0, first)),
     )
+
+
+def _both(prompt: PreparedPrompt, history: History) -> tuple[tuple[Sequence[int], Sequence[int]], ...]:
+    """Return the ids and the indices at which messages begin, of the prompt and of what is recorded."""
+    return (prompt.token_ids, prompt.starts), (history.ids, history.starts)
+
+
+def _end(starts: Sequence[int], message: int, count: int) -> int:
+    """Return the index at which a message ends, of `count` ids. A message of -1 is all of them."""
+    return starts[message + 1] if 0 <= message < len(starts) - 1 else count
 
 
 def _new_session_id() -> str:

@@ -114,8 +114,12 @@ def test_the_thought_of_the_recorded_answer_may_stay_away() -> None:
          "the system prompt differs at 'Today: ': a date in it makes every day's first turn new"),
         ("run ", "0123456789abcdef01", "f123456789abcdef01",
          "the system prompt differs at 'run ': an id in it makes every conversation new"),
-        ("a line\nYou are a ", "cat", "hat", "the system prompt differs at 'You are a '"),
-        ("all that is in this directory of ", "a", "b", "the system prompt differs at 'is in this directory of '"),
+        ("a line\nYou are a ", "cat", "hat", "the system prompt differs at 'You are a ', where 'cat' became 'hat'"),
+        ("all that is in this directory of ", "a", "b",
+         "the system prompt differs at 'is in this directory of ', where 'a' became 'b'"),
+        ("the end", "", " of all that is in this directory\n",
+         "the system prompt differs at 'the end', where 'of all that is in this' was added"),
+        ("the end", ", or not\n", "\n", "the system prompt differs at 'the end', where ', or not' was removed"),
         ("", "cat", "hat\nand so on", "the system prompt differs at 'hat'"),
     ],
 )  # fmt: skip
@@ -127,7 +131,9 @@ def test_what_changes_in_a_system_prompt_is_quoted(before: str, was: str, now: s
 def test_a_quote_is_of_the_message_that_differs() -> None:
     change = Change(token=7, message=5, before="on ", was="cat", now="hat")
     assert difference(MESSAGES, edited(3, content="another"), change).sentence == "message 3 was edited"
-    assert difference(MESSAGES, edited(5, content="another"), change).sentence == "message 5 was edited at 'on '"
+    assert difference(MESSAGES, edited(5, content="another"), change).sentence == (
+        "message 5 was edited at 'on ', where 'cat' became 'hat'"
+    )
 
 
 def test_thoughts_that_the_template_dropped_are_counted() -> None:
@@ -268,6 +274,43 @@ def test_a_request_that_leaves_its_conversation_says_where(
     assert found.sentence.startswith(sentence)
     common = next(n for n, (a, b) in enumerate(zip(prompt.token_ids, going_on.token_ids, strict=False)) if a != b)
     assert found.token == common
+
+
+@pytest.mark.parametrize("name", [None, "s"])
+def test_a_long_text_that_differs_at_its_end_is_quoted_there(name: str | None) -> None:
+    client = Client(in_memory())
+    messages = [user("hello"), user("the cat sat on the mat. " * 100 + "one")]
+    messages.append(client.answer(client.ask(messages, name), client.ids(*"the cat sat on the mat. " * 20, "two")))
+    call = {"tool_calls": [CALL]}  # such an answer is tokenized anew, and not as it was generated
+    for index, was, now in ((1, "one", "three"), (2, "two", "four")):
+        changed = {**messages[index], "content": messages[index]["content"].replace(was, now)}
+        changed |= call if index == 2 else {}
+        found = client.ask([*replaced(messages, index, changed), user("more")], "s").diverged
+        assert found is not None or name is None
+        if found is not None:
+            assert found.message == index
+            assert found.sentence.endswith(f"sat on the mat. ', where '{was}' became '{now}'")
+
+
+@pytest.mark.parametrize(
+    ("change", "message", "sentence"),
+    [
+        (lambda m: replaced(m, 0, user("hallo")), 0, "message 0 was edited at 'h', where 'ello' became 'allo'"),
+        (lambda m: [user("!"), *m], 0, "1 message was inserted at message 0"),
+        (lambda m: [m[0], m[2]], 1, "the answer that came before message 1 was not sent back"),
+        (lambda m: replaced(m, 1, assistant("a dog")), 1, "message 1 was edited at 'a dog'"),
+    ],
+)
+def test_a_conversation_of_a_name_is_known_after_its_first_turn(
+    change: Callable[[list[Message]], list[Message]], message: int, sentence: str
+) -> None:
+    client = Client(in_memory())
+    answer = client.answer(client.ask([user("hello")], "s"), client.ids(*SAYS))
+    messages = change([user("hello"), answer, user("more")])
+    found = client.ask(messages, "s").diverged
+    assert found is not None
+    assert (found.message, found.sentence) == (message, sentence)
+    assert client.ask([user("hallo"), assistant("a dog"), user("more")], "s").diverged is None, "another conversation"
 
 
 def test_a_restart_forgets_no_reason(tmp_path) -> None:

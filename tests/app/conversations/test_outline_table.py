@@ -47,7 +47,12 @@ def test_the_request_before_is_found_by_its_answer_or_by_its_name_and_opening() 
         assert found is not None
         assert found[1] == outline
     assert store.find_outline(asked, session_id="s", since=0.0) is not None
-    for other in (asked_for("another"), following(asked_for("another")), asked_for(tenant="u")):
+    edited = following(asked_for("another"))
+    found = store.find_outline(edited, session_id="s", since=0.0)
+    assert found is not None
+    assert found[1] == outline
+    assert store.find_outline(edited, session_id="other", since=0.0) is None
+    for other in (asked_for("another"), following(asked_for("another", tenant="u")), asked_for(tenant="u")):
         assert store.find_outline(other, session_id="s", since=0.0) is None
     assert store.find_outline(following(asked), session_id="s", since=1.0) is None, "it has expired"
 
