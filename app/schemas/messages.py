@@ -19,7 +19,7 @@ from reprise.app.schemas.fields import (
 )
 from reprise.app.schemas.offered import settled_tools
 from reprise.app.schemas.past.blocks import blocks
-from reprise.app.schemas.past.parts import Losses
+from reprise.app.schemas.past.parts import Losses, readable
 from reprise.app.schemas.tools import MAX_TOOLS, CalledName, ToolName, ToolSchema
 
 MAX_BLOCKS = 1024
@@ -177,6 +177,8 @@ class CountTokensRequest(Part):
         if isinstance(config := body.get("output_config"), dict):
             for name in OutputConfig.ignored(config):
                 losses.add("output_config", name)
+        if isinstance(system := body.get("system"), list):
+            body = {**body, "system": readable(system, losses, field="system", is_asked=True)}
         if "messages" in body:
             body = {**body, "messages": blocks(body["messages"], losses)}
         return settled_tools(body, losses, _TOOL_KINDS), losses.names

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from reprise.app.schemas.past.parts import Losses, as_json, asked_at, readable, short_id
+from reprise.app.schemas.past.parts import Losses, as_json, asked_at, content_of, readable, short_id
 
 Block = dict[str, Any]
 _TAKEN = {
@@ -10,6 +10,7 @@ _TAKEN = {
     "assistant": frozenset({"text", "thinking", "redacted_thinking", "tool_use", "tool_result"}),
 }
 """Maps a role to the blocks that the schema judges itself."""
+_TEXTS = ("text", "input_text", "output_text")
 
 
 def blocks(messages: object, losses: Losses) -> object:
@@ -27,7 +28,7 @@ def _message(message: object, losses: Losses, *, is_asked: bool) -> object:
     if content is None and not is_asked:
         return {**message, "content": ""}
     if not isinstance(content, list):
-        return message
+        return {**message, "content": content_of(content, losses, field="messages", is_asked=is_asked)}
     taken = _TAKEN.get(role, frozenset({"text"})) if isinstance(role, str) else frozenset({"text"})
     settled: list[object] = []
     for place, block in enumerate(content):
@@ -40,14 +41,13 @@ def _message(message: object, losses: Losses, *, is_asked: bool) -> object:
             settled.append(_call(block))
         elif kind == "redacted_thinking" and not isinstance(block.get("data"), str):
             losses.add("messages", kind)
-        elif not is_asked and kind == "text" and block.get("text", "") is None:
-            settled.append({**block, "text": ""})
-        elif not isinstance(kind, str) or kind in taken:
+        elif kind in taken and kind != "text":
             settled.append(block)
         else:
             found = readable([block], losses, field="messages", is_asked=is_asked)
             assert isinstance(found, list)
-            settled += _apart(found, place, len(content)) if role == "assistant" else found
+            is_apart = role == "assistant" and kind is not None and kind not in _TEXTS
+            settled += _apart(found, place, len(content)) if is_apart else found
     return {**message, "content": settled}
 
 

@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from reprise.app.schemas.past.parts import Losses, as_arguments, as_json, asked_at, readable, short_id
+from reprise.app.schemas.past.parts import Losses, as_arguments, as_json, asked_at, content_of, short_id
 
 Message = dict[str, Any]
 _PLAIN = frozenset({"role", "content"})
@@ -41,7 +41,7 @@ def _with_content(message: Message, losses: Losses, *, is_asked: bool = False) -
     content = message.get("content")
     if content is None and not is_asked:
         return {**message, "content": ""}
-    taken = readable(content, losses, field="messages", is_asked=is_asked)
+    taken = content_of(content, losses, field="messages", is_asked=is_asked)
     return message if taken is content else {**message, "content": taken}
 
 
@@ -117,8 +117,8 @@ def _call(call: object, made_up_id: str) -> Message | None:
 def custom_call(custom: dict[str, Any]) -> dict[str, Any]:
     """Return the function's name and arguments for a call of a custom tool, whose input is one string."""
     given = custom.get("input")
-    said = given if isinstance(given, str) else "" if given is None else as_json(given)
-    return {"name": custom.get("name"), "arguments": custom_arguments(said)}
+    text = given if isinstance(given, str) else "" if given is None else as_json(given)
+    return {"name": custom.get("name"), "arguments": custom_arguments(text)}
 
 
 def custom_arguments(given: str) -> str:
@@ -145,8 +145,9 @@ def _thought(part: dict[str, Any]) -> str:
     return _joined(part.get("thinking", part.get("text", part.get("reasoning"))))
 
 
-def _joined(said: object) -> str:
+def _joined(texts: object) -> str:
     """Return a text that is a string or a list of texts; an empty one for anything else."""
-    if isinstance(said, list):
-        said = "".join(one["text"] for one in said if isinstance(one, dict) and isinstance(one.get("text"), str))
-    return said if isinstance(said, str) else ""
+    if isinstance(texts, list):
+        found = (one.get("text") if isinstance(one, dict) else one for one in texts)
+        texts = "".join(text for text in found if isinstance(text, str))
+    return texts if isinstance(texts, str) else ""

@@ -9,6 +9,7 @@ from reprise.app.schemas.past.parts import (
     as_arguments,
     as_json,
     asked_at,
+    content_of,
     line,
     placeholder,
     readable,
@@ -70,14 +71,14 @@ def _referenced(item: object) -> object:
 def _taken(item: Item, kind: str, losses: Losses, *, is_asked: bool) -> Item:
     """Return an item of a type that the schema knows, with all of its content as text."""
     if kind == "message":
-        content = readable(item.get("content"), losses, field="input", is_asked=is_asked)
+        content = content_of(item.get("content"), losses, field="input", is_asked=is_asked)
         return {**item, "content": "" if content is None and not is_asked else content}
     if kind == "function_call":
         return {**item, "call_id": short_id(item.get("call_id")), "arguments": as_arguments(item.get("arguments"))}
     if kind == "custom_tool_call":
         given = item.get("input")
-        said = given if isinstance(given, str) else "" if given is None else as_json(given)
-        return {**item, "call_id": short_id(item.get("call_id")), "input": said}
+        text = given if isinstance(given, str) else "" if given is None else as_json(given)
+        return {**item, "call_id": short_id(item.get("call_id")), "input": text}
     if kind in ("function_call_output", "custom_tool_call_output"):
         output = readable(item.get("output"), losses, field="input", is_asked=False)
         if not isinstance(output, str | list):
@@ -92,9 +93,9 @@ def _taken(item: Item, kind: str, losses: Losses, *, is_asked: bool) -> Item:
 
 def _thought(item: Item, name: str, losses: Losses) -> object:
     """Return a field of a thought, or None and a word where it is no text and no list of parts."""
-    said = readable(item.get(name), losses, field="input", is_asked=False)
-    if said is None or isinstance(said, str | list):
-        return said
+    thought = readable(item.get(name), losses, field="input", is_asked=False)
+    if thought is None or isinstance(thought, str | list):
+        return thought
     losses.add("input", "reasoning")
     return None
 
@@ -134,8 +135,8 @@ def _flat(value: Any) -> str:
     if not isinstance(value, list):
         return "" if value is None else json.dumps(value, ensure_ascii=False, sort_keys=True)
     names = ("text", "stdout", "stderr")
-    said = [part[name] for part in value for name in names if isinstance(part.get(name), str) and part[name]]
-    return "\n".join(said)
+    parts = [{"text": part} if isinstance(part, str) else part for part in value]
+    return "\n".join(part[name] for part in parts for name in names if isinstance(part.get(name), str) and part[name])
 
 
 def _mcp_call(item: Item, losses: Losses) -> list[Item]:
@@ -172,8 +173,8 @@ def _agent_message(item: Item, losses: Losses) -> list[Item]:
     content = readable(item["content"], losses, field="input", is_asked=False)
     text = content if isinstance(content, str) else "\n".join(part["text"] for part in content)  # type: ignore[attr-defined]
     author = item.get("author")
-    said = f"[message of {author}]\n{text}" if isinstance(author, str) and author else text
-    return [{"type": "message", "role": "user", "content": said}] if text else []
+    whole = f"[message of {author}]\n{text}" if isinstance(author, str) and author else text
+    return [{"type": "message", "role": "user", "content": whole}] if text else []
 
 
 _CONVERTERS: dict[str, Callable[[Item, Losses], list[Item]]] = {

@@ -91,29 +91,64 @@ def asked_at(roles: Sequence[object]) -> int | None:
     return None
 
 
-def readable(content: object, losses: Losses, *, field: str, is_asked: bool, kind: str = "text") -> object:
-    """Return a content whose parts are all texts. What is no list of parts is returned as it is, and so is a part that
-    is malformed, for the schema to judge. In the history a text that is null is empty.
+def readable(content: object, losses: Losses, *, field: str, is_asked: bool) -> object:
+    """Return a content whose parts are all texts. What is no list of parts is returned as it is. A bare string is a
+    text, and so is a part with a text and no type. In the history a text that is null is empty, and a malformed part
+    becomes its JSON, or is left out where it says nothing.
 
     field: the request field that is named where a part is lost. is_asked: whether this is the last message of a user;
-    then a part that cannot be shown is kept. kind: the type of a part of text in this dialect."""
-    if not isinstance(content, list) or all(_is_text(part) and part.get("text", "") is not None for part in content):
+    then a part that cannot be shown, or is malformed, is kept, for the schema to refuse."""
+    if not isinstance(content, list) or all(_is_own(part) for part in content):
         return content
     parts: list[object] = []
     for part in content:
-        if not is_asked and _is_text(part) and part.get("text", "") is None:
-            parts.append({**part, "text": ""})
-        elif _is_text(part) or not isinstance(part, dict) or not isinstance(part.get("type"), str):
+        if _is_own(part):
             parts.append(part)
-        elif (text := text_of(part)) is not None:
-            parts.append({"type": kind, "text": text})
+        elif (text := _plain(part)) is not None:
+            parts.append({"type": "text", "text": text})
         elif is_asked:
             parts.append(part)
-        else:
-            losses.add(field, part["type"])
-            if (what := _MEDIA.get(part["type"])) is not None:
-                parts.append({"type": kind, "text": placeholder(_named(what, part))})
+        elif (text := _odd(part, losses, field)) is not None:
+            parts.append({"type": "text", "text": text})
     return parts
+
+
+def content_of(content: object, losses: Losses, *, field: str, is_asked: bool) -> object:
+    """Return the content of a message as `readable` does. In the history another value than a text or a list is one
+    part, or else its JSON."""
+    if isinstance(content, str | list | None) or is_asked:
+        return readable(content, losses, field=field, is_asked=is_asked)
+    is_part = isinstance(content, dict) and ("type" in content or "text" in content)
+    return readable([content], losses, field=field, is_asked=False) if is_part else as_json(content)
+
+
+def _plain(part: object) -> str | None:
+    """Return the text of a part whose meaning is plain, whoever has written it; None if it is not."""
+    if isinstance(part, str):
+        return part
+    if not isinstance(part, dict):
+        return None
+    if isinstance(kind := part.get("type"), str) and not _is_text(part):
+        return text_of(part)
+    text = part.get("text") if kind is None or _is_text(part) else None
+    if isinstance(text, dict):  # as OpenAI's Assistants write it
+        text = text.get("value")
+    return text if isinstance(text, str) else None
+
+
+def _odd(part: object, losses: Losses, field: str) -> str | None:
+    """Return the text that stands for a part of the history that has none, or that is malformed; None to leave it out,
+    which `losses` then names."""
+    if not isinstance(part, dict):
+        if part is None:
+            losses.add(field, "part")
+        return None if part is None else as_json(part)
+    kind = part.get("type")
+    if _is_text(part) and "text" in part:
+        return "" if part["text"] is None else as_json(part["text"])
+    losses.add(field, kind if isinstance(kind, str) else "part")
+    what = _MEDIA.get(kind) if isinstance(kind, str) else None
+    return None if what is None else placeholder(_named(what, part))
 
 
 def text_of(part: Part) -> str | None:
@@ -123,6 +158,11 @@ def text_of(part: Part) -> str | None:
         return None if read is None else read(part)
     except (KeyError, TypeError, ValueError, AttributeError):
         return None  # a part whose fields are not what its type says
+
+
+def _is_own(part: object) -> bool:
+    """Return whether a part is a text in the form that all dialects take."""
+    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
 def _is_text(part: object) -> bool:
@@ -176,7 +216,7 @@ def _decoded(data: str, media_type: str) -> str | None:
 
 
 def _texts(parts: list[Any]) -> str:
-    return "\n".join(said for part in parts if (said := text_of(part)) is not None)
+    return "\n".join(text for part in parts if (text := _plain(part)) is not None)
 
 
 def _search_result(part: Part) -> str:

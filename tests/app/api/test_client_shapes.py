@@ -161,3 +161,22 @@ async def test_a_request_of_this_shape_is_answered_and_nothing_of_it_is_lost(run
         assert seen in prompt
     lost = {word for word in ("messages", "input", "tools") if f" {word}" in response.headers.get("warning", "")}
     assert lost == ({"tools"} if name == "codex" else set()), "hosted tools alone are left out"
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
+async def test_odd_contents_end_no_conversation(running: Running, path: str) -> None:
+    """A bare string is a text in the newest turn as well; what says nothing there is refused by its place."""
+    field = "input" if path.endswith("responses") else "messages"
+    past = [{"role": "user", "content": ["one", {"type": "text"}, None]}, {"role": "assistant", "content": ["two"]}]
+
+    async def asked(*content: Any) -> Any:
+        body = {field: [*past, {"role": "user", "content": list(content)}], "max_tokens": 5, "model": "test-model"}
+        return await running.http.post(path, json=body)
+
+    response = await asked("three")
+    assert response.status_code == 200, response.text
+    _, tokenizer = running.app.state.readiness.require()
+    prompt = tokenizer.decode(running.engine.submitted[-1].token_ids, skip_special_tokens=False)
+    assert all(word in prompt for word in ("one", "two", "three"))
+    assert f"{field}.text, {field}.part" in response.headers["warning"]
+    assert (await asked("three", {"type": "text"})).status_code == 400

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reprise.app.schemas.past.parts import MAX_LINE_CHARS, Losses, asked_at, line, placeholder, readable
+from reprise.app.schemas.past.parts import MAX_LINE_CHARS, Losses, asked_at, content_of, line, placeholder, readable
 
 
 def encoded(data: bytes, media_type: str = "") -> str:
@@ -82,7 +82,7 @@ def test_an_unknown_part_is_left_out_of_the_history_alone(kind):
     assert readable([said, {"type": kind}], losses, field="input", is_asked=True) == [said, {"type": kind}]
 
 
-@pytest.mark.parametrize("content", [None, "a", 5, {}, [], ["a"], [{}], [{"type": 5}], [{"type": "text"}]])
+@pytest.mark.parametrize("content", [None, "a", 5, {}, []])
 def test_what_is_no_list_of_parts_is_left_to_the_schema(content):
     assert readable(content, Losses(), field="messages", is_asked=False) == content
 
@@ -104,6 +104,47 @@ def test_what_is_no_list_of_parts_is_left_to_the_schema(content):
 def test_a_request_asks_about_the_last_message_of_a_user_that_has_no_answer(roles, place):
     names = {"u": "user", "a": "assistant", "s": "system", "t": "tool"}
     assert asked_at([names[role] for role in roles]) == place
+
+
+@pytest.mark.parametrize(
+    ("part", "text"), [("a", "a"), ({"text": "a"}, "a"), ({"type": "input_text", "text": "a"}, "a"),
+                       ({"type": "text", "text": {"value": "a", "annotations": []}}, "a")],
+)  # fmt: skip
+@pytest.mark.parametrize("is_asked", [False, True])
+def test_a_part_whose_meaning_is_plain_is_a_text(part, text, is_asked):
+    losses = Losses()
+    found = readable([part, {"type": "text", "text": "b"}], losses, field="messages", is_asked=is_asked)
+    assert found == [{"type": "text", "text": text}, {"type": "text", "text": "b"}]
+    assert losses.names == []
+
+
+@pytest.mark.parametrize(
+    ("part", "text", "lost"),
+    [
+        (5, "5", []), ([1, "a"], '[1, "a"]', []), ({"type": "text", "text": 5}, "5", []),
+        ({"type": "text"}, None, ["messages.text"]), ({"type": "input_text"}, None, ["messages.input_text"]),
+        (None, None, ["messages.part"]), ({}, None, ["messages.part"]), ({"type": 5}, None, ["messages.part"]),
+        ({"text": None}, None, ["messages.part"]),
+    ],
+)  # fmt: skip
+def test_a_malformed_part_is_converted_or_left_out_of_the_history_alone(part, text, lost):
+    losses = Losses()
+    found = readable([part], losses, field="messages", is_asked=False)
+    assert (found, losses.names) == ([] if text is None else [{"type": "text", "text": text}], lost)
+    assert readable([part], Losses(), field="messages", is_asked=True) == [part]
+
+
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [
+        ("a", "a"), (None, None), (5, "5"), ({"type": "text", "text": "a"}, [{"type": "text", "text": "a"}]),
+        ({"a": 1}, '{"a": 1}'), (["a"], [{"type": "text", "text": "a"}]),
+    ],
+)  # fmt: skip
+def test_a_content_of_another_type_is_one_part_or_its_json(content, found):
+    assert content_of(content, Losses(), field="messages", is_asked=False) == found
+    if not isinstance(content, list):
+        assert content_of(content, Losses(), field="messages", is_asked=True) == content
 
 
 def test_a_text_that_is_null_is_empty_in_the_history_alone():
