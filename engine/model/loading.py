@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from reprise.cache.blocks.keys import LAYOUT_VERSION, typed_fields
 from reprise.engine.model.hf_model import prepare
+from reprise.engine.model.served_types import refusal_of
 
 
 class ModelRefused(Exception):
@@ -84,8 +85,8 @@ def _check_config(config: Any) -> None:
         )
     if getattr(config, "is_encoder_decoder", False):
         raise ModelRefused(f"{name} is an encoder-decoder model; only causal language models are served")
-    if getattr(config, "attention_chunk_size", None):
-        raise ModelRefused(f"{name} attends in chunks, which is not supported")
+    if (reason := refusal_of(config.get_text_config())) is not None:
+        raise ModelRefused(reason)
 
 
 def check_split(path: Path, num_ranks: int) -> None:

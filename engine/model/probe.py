@@ -211,8 +211,8 @@ def _check_states(model: nn.Module, ids: Tensor) -> None:
     layers = sorted({state.layer for state in states})
     raise ModelRefused(
         f"{type(model).__name__} remembers more than KV: {kinds} keeps a state in {len(layers)} layers, from layer "
-        f"{layers[0]} on. Such states are not saved yet, so reused history would be wrong; a model whose layers keep "
-        "nothing but K and V is served"
+        f"{layers[0]} on. States of linear-attention layers and the like are not served yet: reused history would be "
+        "wrong; a model whose layers keep nothing but K and V is served"
     )
 
 

@@ -108,6 +108,43 @@ def test_attention_in_chunks_is_refused(tmp_path: Path) -> None:
         load(tmp_path)
 
 
+@pytest.mark.parametrize("model_type", ["glm_moe_dsa", "deepseek_v32", "deepseek_v4", "dots3_note", "qwen4_exp_text"])
+def test_layers_that_choose_what_they_read_are_refused_by_name(tmp_path: Path, model_type: str) -> None:
+    """Nothing of such a model is loaded: only its configuration is there."""
+    AutoConfig.for_model(model_type).save_pretrained(tmp_path)
+    with pytest.raises(ModelRefused, match=r"choose which tokens they read .* run instead, such as glm4_moe"):
+        load(tmp_path)
+
+
+def test_sparse_kinds_of_layers_are_refused_without_a_name_of_their_model(tmp_path: Path) -> None:
+    layer_types = ["full_attention", "minimax_m3_sparse"]
+    config = AutoConfig.for_model("minimax_m3_vl_text", num_hidden_layers=2, layer_types=layer_types)
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ModelRefused, match=r"choose which tokens they read \(minimax_m3_sparse\)"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_next", "qwen3_5", "nemotron_h", "falcon_h1", "lfm3", "jamba", "mamba"])
+def test_layers_that_keep_a_state_are_refused_before_they_are_loaded(tmp_path: Path, model_type: str) -> None:
+    AutoConfig.for_model(model_type).save_pretrained(tmp_path)
+    with pytest.raises(ModelRefused, match="States of linear-attention layers are not served yet"):
+        load(tmp_path)
+
+
+def test_the_text_of_a_multimodal_model_is_looked_at_too(tmp_path: Path) -> None:
+    """Its configuration stands alone here: a loader that lets it pass would make a model of the real size."""
+    AutoConfig.for_model("llama4").save_pretrained(tmp_path)
+    with pytest.raises(ModelRefused, match="llama4_text attends in chunks"):
+        load(tmp_path)
+
+
+def test_a_hybrid_whose_layers_all_attend_is_loaded(tmp_path: Path) -> None:
+    """Small models of Granite 4 are of a hybrid's type and have no layer that keeps a state."""
+    model = tiny_model("granitemoehybrid", layer_types=["full_attention"] * 4, num_local_experts=0)
+    model.save_pretrained(tmp_path)
+    assert type(load(tmp_path)).__name__ == "GraniteMoeHybridForCausalLM"
+
+
 def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelRefused, match="no configuration"):
         load(tmp_path)
