@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from reprise.cache.blocks.keys import LAYOUT_VERSION, typed_fields
 from reprise.engine.model.hf_model import prepare
-from reprise.engine.model.served_types import refusal_of
+from reprise.engine.model.refusals import refusal_of
 
 
 class ModelRefused(Exception):

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from reprise.engine.build.weights import load_weights, resolve_files
 from reprise.engine.model.loading import ModelRefused
@@ -32,6 +33,39 @@ def test_a_directory_is_found_as_it_is(saved: Path) -> None:
 def test_names_of_no_model_are_refused(name: str, message: str) -> None:
     with pytest.raises(ModelRefused, match=message):
         resolve_files(name, Path("unused"))
+
+
+class Hub:
+    """A hub that has one model, whose files are in a directory."""
+
+    def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._path = path
+        self.fetched: list[str] = []
+        monkeypatch.setattr("huggingface_hub.snapshot_download", self._fetch)
+
+    def _fetch(self, _: str, allow_patterns: list[str]) -> str:
+        self.fetched += [file.name for pattern in allow_patterns for file in self._path.glob(pattern)]
+        return str(self._path)
+
+
+def test_weights_come_from_the_hub_when_the_configuration_is_served(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = Hub(saved, monkeypatch)
+    assert resolve_files("someone/some-model", Path("unused")) == saved
+    assert "model.safetensors" in hub.fetched
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v32", "qwen3_next", "llama4", "t5"])
+def test_no_weights_of_a_refused_model_come_from_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model_type: str
+) -> None:
+    AutoConfig.for_model(model_type).save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").touch()
+    hub = Hub(tmp_path, monkeypatch)
+    with pytest.raises(ModelRefused):
+        resolve_files("someone/some-model", Path("unused"))
+    assert hub.fetched == ["config.json"]
 
 
 def test_a_file_is_not_a_model(saved: Path) -> None:

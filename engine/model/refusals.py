@@ -8,13 +8,12 @@ from typing import Any
 
 _STATES = frozenset(("linear_attention", "mamba", "conv", "hybrid", "hybrid_sliding"))
 """Kinds of layers that keep a state besides K and V."""
-_CHUNKS = frozenset(("chunked_attention",))
 
 
 def refusal_of(text: Any) -> str | None:
     """Return the reason why a language model is not served, and what is served instead; None if its configuration gives
     none. text: transformers' configuration of the language model, for a multimodal model that of its text."""
-    kinds = set(layer_kinds(text))
+    kinds = set(_layer_kinds(text))
     name = text.model_type
     indexer = ["index_topk"] if getattr(text, "index_topk", None) else []
     if sparse := sorted(kind for kind in kinds if _is_sparse(kind)) or indexer:
@@ -22,7 +21,7 @@ def refusal_of(text: Any) -> str | None:
             f"the layers of {name} choose which tokens they read ({', '.join(sparse)}), which is not supported; models "
             "that read all tokens of their context run instead, such as glm4_moe, qwen3_moe, deepseek_v3 or minimax_m2"
         )
-    if kinds & _CHUNKS or getattr(text, "attention_chunk_size", None):
+    if "chunked_attention" in kinds or getattr(text, "attention_chunk_size", None):
         return f"{name} attends in chunks, which is not supported"
     if states := sorted(kinds & _STATES):
         return (
@@ -33,7 +32,7 @@ def refusal_of(text: Any) -> str | None:
     return None
 
 
-def layer_kinds(text: Any) -> Iterable[str]:
+def _layer_kinds(text: Any) -> Iterable[str]:
     """Return the kinds of a language model's layers, as its configuration names them; none if it does not."""
     return getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ()
 
