@@ -159,7 +159,7 @@ def _model_info(
     is_raw = probed.codec.codec is None or probed.codec.is_refused
     coded_dram_bytes = tiers.coded_slots * sum(probed.coded_segment_bytes or ())
     return ModelInfo(
-        name=_name(config.model.source, loaded.path),
+        name=_name(config.model.source),
         path=str(loaded.path.resolve()),
         architecture=type(loaded.module).__name__,
         parameters=loaded.parameters,
@@ -221,9 +221,10 @@ def _tier_warnings(config: CacheConfig, tiers: Tiers, hbm_tokens: int, window: i
     return warnings
 
 
-def _name(model: str, path: Path) -> str:
-    """Return the model's id for clients: the hub id, or the name of the directory or the file."""
+def _name(model: str) -> str:
+    """Return the model's id for clients: the hub id, or the name of the directory or the file that was given. Weights
+    that are packed at load lie in a directory of another name."""
     given = Path(model).expanduser()
     if not given.exists():
         return model
-    return given.stem if given.is_file() else path.resolve().name
+    return given.stem if given.is_file() else given.resolve().name

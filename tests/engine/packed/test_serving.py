@@ -115,6 +115,7 @@ def test_a_directory_is_packed_once_and_read_after_that(tmp_path: Path) -> None:
     first = driver(model, tmp_path, model_weights="q4")
     (made,) = (tmp_path / "state" / "models").iterdir()
     assert is_packed(made)
+    assert first.engine.model.name == "tiny"
     stamp = (made / "packed.json").stat().st_mtime_ns
     again = driver(model, tmp_path, model_weights="q4")
     assert (made / "packed.json").stat().st_mtime_ns == stamp
