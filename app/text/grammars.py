@@ -11,7 +11,7 @@ from llguidance import LLMatcher, LLParserLimits, regex_to_lark
 
 from reprise.app.errors import invalid
 from reprise.app.schemas.chat import ChatCompletionRequest
-from reprise.app.schemas.tools import Tool
+from reprise.app.schemas.tools import CustomFormat, Tool
 from reprise.app.text.answer_form import AnswerForm
 from reprise.app.text.families.lark import Lark, OfferedTool, TooLarge, json_rule, quoted
 from reprise.app.text.schema_references import longest_chain
@@ -28,9 +28,9 @@ _NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additional
 
 
 async def grammar_of(request: ChatCompletionRequest, form: AnswerForm) -> str:
-    """Return the grammar in llguidance's form; "" if the answer is free. form: how the model writes calls. Raises
-    ApiError 400."""
-    if not _is_constrained(request):
+    """Return the grammar in llguidance's form; "" if the answer is free. form: how the model writes calls. Checks the
+    grammars of custom tools too, even where no call is forced. Raises ApiError 400."""
+    if not _is_constrained(request) and not any(_given_formats(request)):
         return ""
     try:
         async with asyncio.timeout(CHECK_S):
@@ -45,8 +45,12 @@ def _is_constrained(request: ChatCompletionRequest) -> bool:
 
 
 def _checked_grammar(request: ChatCompletionRequest, form: AnswerForm) -> str:
-    """Build and check the grammar of a constrained answer. Large schemas take seconds, so that this runs in a thread.
-    Raises ApiError 400."""
+    """Build and check the grammar of an answer; "" if it is free. Large schemas take seconds, so that this runs in a
+    thread. Raises ApiError 400."""
+    for name, given in _given_formats(request):
+        _check_format(name, given)
+    if not _is_constrained(request):
+        return ""
     param = param_of(request)
     own = _own_grammar(request)
     if own is not None and len(_RULE.findall(own)) > MAX_RULES:
@@ -65,6 +69,27 @@ def _checked_grammar(request: ChatCompletionRequest, form: AnswerForm) -> str:
         problem = _shown(str(problems[0]), hide_place=own is None) if problems else "it is not understood"
         raise invalid(f"Invalid '{param}': {problem}.", param, "invalid_schema")
     return str(grammar)
+
+
+def _given_formats(request: ChatCompletionRequest) -> Iterator[tuple[str, CustomFormat]]:
+    """Yield the grammars that custom tools give for their input, each with the tool's name."""
+    for tool in request.tools or ():
+        if tool.custom is not None and tool.custom.format is not None and tool.custom.format.type == "grammar":
+            yield tool.function.name, tool.custom.format
+
+
+def _check_format(name: str, given: CustomFormat) -> None:
+    """Raise ApiError 400 for a custom tool's grammar that is not understood. It is read alone: a regex that is wrong by
+    itself may be right between the parentheses that it gets in a schema."""
+    of_tool, definition = f"the {given.syntax} grammar of '{name}'", given.definition or ""
+    if given.syntax == "lark" and len(_RULE.findall(definition)) > MAX_RULES:
+        raise invalid(f"Invalid 'tools': {of_tool} has more than {MAX_RULES} rules.", "tools", "invalid_schema")
+    is_regex = given.syntax == "regex"
+    read = LLMatcher.grammar_from_regex if is_regex else LLMatcher.grammar_from_lark
+    is_bad, problems = LLMatcher.validate_grammar_with_warnings(read(definition), limits=_LIMITS)
+    if is_bad:
+        problem = _shown(str(problems[0]), hide_place=is_regex) if problems else "it is not understood"
+        raise invalid(f"Invalid 'tools': {of_tool}: {problem}.", "tools", "invalid_schema")
 
 
 def _schemas(request: ChatCompletionRequest) -> Iterator[dict[str, Any]]:

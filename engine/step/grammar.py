@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from reprise.engine.messages import Submit
 
 COMPILE_S = 10.0  # a grammar that is not ready by then is refused; the limits below end nearly all of them in 0.1 s
+_MAX_FORCED_TOKENS = 1024  # followed before a request begins
 # Above what schemas in use need, below what holds up a step: about 20 ms to begin, 10 ms a token, 30 MB of states.
 _LIMITS = LLParserLimits(
     initial_lexer_fuel=1_000_000,
@@ -137,7 +138,20 @@ class GrammarCompiler:
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)
         if matcher.is_error():
             raise BadGrammar(first_line(matcher.get_error()))
+        self._check_forced(matcher.deep_copy())
         return Constraint(matcher, self._tokenizer.vocab_size)
+
+    @staticmethod
+    def _check_forced(matcher: LLMatcher) -> None:
+        """Raise BadGrammar if a grammar becomes too costly within the tokens that it forces at its beginning, such as
+        those of a call up to its arguments: the answer would fail after it has begun. Advances the matcher."""
+        for token_id in matcher.compute_ff_tokens()[:_MAX_FORCED_TOKENS]:
+            if not matcher.consume_token(token_id):
+                break
+        if not matcher.is_stopped():
+            matcher.compute_logit_bias()
+        if matcher.is_error():
+            raise BadGrammar("it would be too costly to follow")
 
     def _load(self) -> LLTokenizer:
         try:

@@ -88,6 +88,37 @@ async def test_schemas_of_tools_are_not_judged_where_no_call_is_forced(parameter
     assert await grammar_of(request(tools=tool(**parameters), tool_choice="auto"), NO_FORM) == ""
 
 
+def custom(syntax: str, definition: str) -> list[dict[str, Any]]:
+    form = {"type": "grammar", "syntax": syntax, "definition": definition}
+    return [{"type": "custom", "custom": {"name": "f", "format": form}}]
+
+
+@pytest.mark.parametrize(
+    ("syntax", "definition", "problem"),
+    [
+        ("regex", "(a", "unclosed group"),
+        ("regex", "a)(b", "unopened group"),
+        ("regex", "(?=a)b", "look-around"),
+        ("lark", "start: nothing", 'at 1(8): unknown name: "nothing"'),
+        ("lark", "x: /a/", "no start rule found"),
+        ("lark", "start: a\n" + "a: b\n" * 1024, "more than 1024 rules"),
+    ],
+)
+async def test_a_custom_tools_grammar_is_read_even_where_no_call_is_forced(syntax, definition, problem):
+    with pytest.raises(ApiError) as error:
+        await grammar_of(request(tools=custom(syntax, definition)), NO_FORM)
+    assert (error.value.status, error.value.code, error.value.param) == (400, "invalid_schema", "tools")
+    assert f"the {syntax} grammar of 'f'" in error.value.message
+    assert problem in error.value.message
+
+
+@pytest.mark.parametrize(
+    ("syntax", "definition"), [("regex", "^[a-z]{3}$"), ("lark", "start: (A | LF)+\nA: /a/\n%import common.LF")]
+)
+async def test_a_custom_tools_grammar_that_is_understood_constrains_no_free_answer(syntax, definition):
+    assert await grammar_of(request(tools=custom(syntax, definition)), NO_FORM) == ""
+
+
 async def test_rules_of_calls_are_written_in_another_thread_and_only_for_a_grammar(monkeypatch):
     writers = []
     written = Lark.rule

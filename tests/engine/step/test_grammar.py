@@ -107,6 +107,20 @@ def test_what_cannot_be_compiled_is_refused(path: Path, grammar: str) -> None:
     assert str(error.value)
 
 
+def test_a_grammar_too_costly_where_its_first_choice_comes_is_refused(path: Path) -> None:
+    """The answer would have begun by then: all up to the pattern is forced."""
+    costly = {"type": "string", "pattern": "^(a?){3000}a{3000}$"}
+    grammar = LLMatcher.grammar_from_lark('start: "a call: " %json ' + json.dumps(costly))
+    with pytest.raises(BadGrammar, match="too costly"):
+        compiler(path).compile(grammar)
+    cheap = LLMatcher.grammar_from_lark(
+        'start: "a call: " %json ' + json.dumps({"type": "string", "pattern": "^a{3}$"})
+    )
+    constraint = compiler(path).compile(cheap)
+    assert constraint.allowed(VOCAB).any()
+    assert not constraint.is_stopped
+
+
 def test_a_model_without_a_tokenizer_takes_no_grammars(tmp_path: Path) -> None:
     with pytest.raises(BadGrammar, match="tokenizer"):
         compiler(tmp_path).compile(schema_grammar({"type": "boolean"}))
