@@ -7,7 +7,7 @@ from reprise.app.api.chat.answers import cached_tokens, ours
 from reprise.app.api.thought_seal import ThoughtSeal
 from reprise.app.errors import ApiError
 from reprise.app.http.event_stream import event
-from reprise.app.text.answer_parts import CallPiece, TextPiece
+from reprise.app.text.answer_parts import Call, CallPiece, TextPiece
 from reprise.app.turn.answer import Answer, Delta
 from reprise.app.turn.generation import Generation
 
@@ -17,23 +17,21 @@ _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"
 def message(generation: Generation, seal: ThoughtSeal) -> dict[str, Any]:
     """Return the plain answer of a finished generation."""
     (choice,) = generation.choices
-    content: list[dict[str, Any]] = []
-    if choice.reasoning:
-        signature = seal.seal(choice.reasoning)
-        content.append({"type": "thinking", "thinking": choice.reasoning, "signature": signature})
-    if choice.content:
-        content.append({"type": "text", "text": choice.content})
-    content += [
-        {"type": "tool_use", "id": call.id, "name": call.name, "input": _object(call.arguments)}
-        for call in choice.calls
-    ]
     return {
         **_head(generation),
-        "content": content,
+        "content": [_block(part, seal) for part in choice.said],
         **_reason(choice),
         "usage": usage(generation),
         **ours(generation),
     }
+
+
+def _block(part: TextPiece | Call, seal: ThoughtSeal) -> dict[str, Any]:
+    if isinstance(part, Call):
+        return {"type": "tool_use", "id": part.id, "name": part.name, "input": _object(part.arguments)}
+    if part.is_thought:
+        return {"type": "thinking", "thinking": part.text, "signature": seal.seal(part.text)}
+    return {"type": "text", "text": part.text}
 
 
 class MessageFrames:
