@@ -24,7 +24,8 @@ _ESCAPE = re.compile(
     re.DOTALL,
 )
 BODY_TIMEOUT_S = 30.0  # for a client to send its body
-MAX_LEVELS = 64  # deepest nesting of a body
+MAX_LEVELS = 64  # deepest nesting of a body, apart from arguments of calls
+MAX_CALL_LEVELS = 128  # deepest nesting of a call's arguments, which a model chooses and a client cannot shorten
 MAX_SCHEMA_LEVELS, MAX_SCHEMA_BYTES = 32, 65_536  # deepest and longest JSON schema of an answer
 MAX_CHOICES, _MAX_LOGPROBS, _MAX_MESSAGES, _MAX_STOPS, _MAX_TOOLS = 128, 20, 4096, 16, 1024
 MAX_NUMBERS = {"n": MAX_CHOICES, "logprobs": _MAX_LOGPROBS, "top_logprobs": _MAX_LOGPROBS}
@@ -128,7 +129,10 @@ def _whole(escape: re.Match[bytes]) -> bytes:
 def check_body(body: dict[str, object]) -> None:
     """Check limits that a schema's types and ranges cannot express, before anything is built from the body. Raises
     ApiError 400. Leaves wrong types to the schema."""
-    if is_deeper(body, MAX_LEVELS):
+    arguments = list(_arguments(body))
+    if is_deeper(arguments, MAX_CALL_LEVELS + 1):
+        raise invalid(f"The arguments of a call have more than {MAX_CALL_LEVELS} levels.", code="invalid_json")
+    if is_deeper(body, MAX_LEVELS, but=arguments):
         raise invalid(f"The body has more than {MAX_LEVELS} levels.", code="invalid_json")
     for name, most in MAX_NUMBERS.items():
         value = body.get(name)
@@ -160,6 +164,20 @@ def _schemas(body: dict[str, object]) -> Iterator[tuple[str, dict[str, object]]]
         ("output_config", _at(body, "output_config", "format", "schema")),
     ]
     yield from ((name, schema) for name, schema in found if isinstance(schema, dict))
+
+
+def _arguments(body: dict[str, object]) -> Iterator[dict[str, object]]:
+    """Yield the arguments of a history's calls that are objects, in all dialects."""
+    for field in ("messages", "input", "items"):
+        entries = body.get(field)
+        for entry in entries if isinstance(entries, list) else ():
+            content, calls = _at(entry, "content"), _at(entry, "tool_calls")
+            found = [
+                _at(entry, "arguments"),
+                *(_at(block, "input") for block in (content if isinstance(content, list) else ())),
+                *(_at(call, "function", "arguments") for call in (calls if isinstance(calls, list) else ())),
+            ]
+            yield from (value for value in found if isinstance(value, dict))
 
 
 def _at(value: object, *path: str) -> object:

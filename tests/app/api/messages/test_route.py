@@ -151,6 +151,42 @@ async def test_arguments_too_deep_to_read_are_no_error(running: Running):
     assert (await ask(running, history, tools=TOOLS)).status_code == 200
 
 
+def nested_call(levels: int) -> str:
+    value = '{"a": ' * (levels - 1) + "{}" + "}" * (levels - 1)
+    return f'<tool_call>\n{{"name": "add", "arguments": {value}}}\n</tool_call>'
+
+
+@pytest.mark.parametrize("levels", [58, 64, 128])
+async def test_what_a_model_nests_can_come_back(running: Running, levels: int):
+    running.engine.script.answer = nested_call(levels)
+    whole = (await ask(running, tools=TOOLS, max_tokens=2000)).json()["content"]
+    said = events((await ask(running, tools=TOOLS, max_tokens=2000, stream=True)).text)
+    deltas = [event["delta"]["partial_json"] for event in said if event["type"] == "content_block_delta"]
+    (called,) = whole
+    assert called["input"] == json.loads("".join(deltas))
+    history = [*HELLO, {"role": "assistant", "content": whole}, *HELLO]
+    assert (await ask(running, history, tools=TOOLS)).status_code == 200
+    function = {"name": "add", "arguments": called["input"]}
+    calls = [{"id": called["id"], "type": "function", "function": function}]
+    messages = [*HELLO, {"role": "assistant", "content": None, "tool_calls": calls}, *HELLO]
+    assert (await running.chat(messages=messages)).status_code == 200
+    items = [{"type": "function_call", "call_id": "c", **function}, *HELLO]
+    assert (await running.http.post("/v1/responses", json={"input": items})).status_code == 200
+
+
+async def test_what_could_not_come_back_is_an_error_of_the_stream(running: Running):
+    running.engine.script.answer = nested_call(129)
+    last = events((await ask(running, tools=TOOLS, max_tokens=2000, stream=True)).text)[-1]
+    assert (last["type"], "128 levels" in last["error"]["message"]) == ("error", True)
+    (called,) = whole = (await ask(running, tools=TOOLS, max_tokens=2000)).json()["content"]
+    assert called["input"] == {}
+    history = [*HELLO, {"role": "assistant", "content": whole}, *HELLO]
+    assert (await ask(running, history, tools=TOOLS)).status_code == 200
+    called["input"] = json.loads(nested_call(129).split('"arguments": ')[1].removesuffix("}\n</tool_call>"))
+    refused = await ask(running, history, tools=TOOLS)
+    assert (refused.status_code, "128 levels" in refused.json()["error"]["message"]) == (400, True)
+
+
 async def test_the_stream(running: Running):
     running.engine.script.answer = f"Well. {CALL}"
     said = events((await ask(running, tools=TOOLS, stream=True)).text)
