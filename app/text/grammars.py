@@ -9,13 +9,14 @@ from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, regex_to_lark
 
-from reprise.app.errors import invalid
+from reprise.app.errors import ApiError, invalid
 from reprise.app.schemas.chat import ChatCompletionRequest
 from reprise.app.schemas.tools import CustomFormat, Tool
 from reprise.app.text.answer_form import AnswerForm
-from reprise.app.text.families.lark import Lark, OfferedTool, TooLarge, json_rule, quoted
+from reprise.app.text.families.lark import Lark, OfferedTool, TooLarge, json_rule, loosened, most_optional, quoted
 from reprise.app.text.schema_references import longest_chain
 
+MAX_OPTIONAL = 480  # optional properties of an object; in JSON each takes 4 of the 2,000 items of llguidance's rows
 MAX_CHAIN, MAX_RULES = 256, 1024  # definitions of a schema, rules of a grammar that refer to one another
 _RULE = re.compile(r"^[ \t]*[A-Za-z_]\w*(?:\.-?\d+)?(?:\[[^\]\n]*\])?[ \t]*:", re.MULTILINE)
 CHECK_S = 5.0
@@ -157,7 +158,7 @@ def _wanted_answer(request: ChatCompletionRequest) -> Callable[[], str] | None:
         schema = _ANY_OBJECT if wanted is None or wanted.schema_ is None else wanted.schema_
         lenient = wanted is not None and wanted.strict is False
     if schema is not None:
-        return partial(json_rule, schema, is_lenient=lenient)
+        return partial(_json_answer, schema, is_lenient=lenient, param=param_of(request))
     if regex is not None:
         return lambda: f"/{regex_to_lark(regex)}/"
     if choice is not None:
@@ -179,11 +180,28 @@ def _call_rules(request: ChatCompletionRequest, form: AnswerForm) -> list[str]:
     return [f"calls: {calls}", *lark.rules]
 
 
+def _json_answer(schema: dict[str, Any], *, is_lenient: bool, param: str) -> str:
+    if most_optional(schema) > MAX_OPTIONAL:
+        if not is_lenient:
+            raise _too_many_optional(param)
+        schema = loosened(schema, MAX_OPTIONAL)
+    return json_rule(schema, is_lenient=is_lenient)
+
+
+def _too_many_optional(param: str, of_tool: str = "") -> ApiError:
+    problem = f"{of_tool}an object with more than {MAX_OPTIONAL} optional properties"
+    return invalid(f"Invalid '{param}': {problem}, which cannot be enforced.", param, "invalid_schema")
+
+
 def _parameters(tool: Tool) -> dict[str, Any]:
     """Return the schema of a tool's arguments, which are an object even if the schema does not say so."""
     schema = tool.function.parameters
     if not schema:
         return _NO_ARGUMENTS
+    if most_optional(schema) > MAX_OPTIONAL:
+        if tool.function.strict:
+            raise _too_many_optional("tools", f"'{tool.function.name}' has ")
+        schema = loosened(schema, MAX_OPTIONAL)
     kind = schema.get("type", "object")
     if kind != "object":
         problem = f"the parameters of '{tool.function.name}' must be of type object"
