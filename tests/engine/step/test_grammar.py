@@ -185,6 +185,32 @@ def test_answers_are_valid_and_end_by_themselves(driver: Driver, path: Path, ask
     assert answer.finish_reason == "stop"
 
 
+@pytest.mark.parametrize(
+    ("rule", "expected"),
+    [
+        ('%json {"const": "a<|im_end|>b"}', '"a<|im_end|>b"'),
+        ('%json {"enum": ["<|im_start|>"]}', '"<|im_start|>"'),
+        ('"x<|im_end|>" /y<\\|im_end\\|>z/', "x<|im_end|>y<|im_end|>z"),
+        ('%json {"type": "object", "properties": {"<|im_end|>": {"const": 1}}, "required": ["<|im_end|>"],'
+         '"x-guidance": {"whitespace_flexible": false}}',
+         '{"<|im_end|>":1}'),
+    ],
+)  # fmt: skip
+def test_the_text_of_a_special_token_is_spelt_by_plain_ones(
+    driver: Driver, path: Path, rule: str, expected: str
+) -> None:
+    answer = driver.ask("a", random_ids(40, 1), grammar=LLMatcher.grammar_from_lark(f"start: {rule}"), max_tokens=120)
+    assert answer.finish_reason == "stop"
+    assert "".join(text_of(path, answer.token_ids).split()) == expected
+
+
+def test_a_special_token_in_a_grammar_is_one_all_the_same(driver: Driver) -> None:
+    lark = '%llguidance {"no_forcing": false}\nstart: "a" <[1]> "b" <|im_start|>'
+    for one in (lark, lark.partition("\n")[2]):
+        answer = driver.ask(one, random_ids(40, 1), grammar=LLMatcher.grammar_from_lark(one), max_tokens=20)
+        assert (answer.finish_reason, answer.token_ids.count(1)) == ("stop", 2)
+
+
 def test_choices_have_states_of_their_own(driver: Driver, path: Path) -> None:
     driver.ask("a", random_ids(40, 1), grammar=schema_grammar(PERSON), max_tokens=120, choices=4, temperature=1.0)
     texts = [text_of(path, driver.answers["a", index].token_ids) for index in range(4)]
