@@ -108,17 +108,22 @@ def _too_large(max_bytes: int) -> ApiError:
 def parse_json(data: bytes) -> dict[str, object]:
     """Return the JSON object in `data`. Half of a character, which clients send that have cut a text inside an emoji,
     becomes U+FFFD. Raises ApiError for anything else: bad UTF-8, NaN, or more than 200 levels."""
-    data = data.removeprefix(_BYTE_ORDER_MARK)
     try:
         try:
-            body = from_json(data, allow_inf_nan=False)
+            body = from_json(data.removeprefix(_BYTE_ORDER_MARK), allow_inf_nan=False)
         except ValueError:
-            body = from_json(_ESCAPE.sub(_whole, data), allow_inf_nan=False)
+            body = from_json(mended(data), allow_inf_nan=False)
     except ValueError as error:
         raise invalid(f"The body is not valid JSON: {str(error)[:200]}.", code="invalid_json") from None
     if not isinstance(body, dict):
         raise invalid("The body must be a JSON object.", code="invalid_json")
     return body
+
+
+def mended(data: bytes) -> bytes:
+    """Return JSON without a byte order mark, and with U+FFFD for each half of a character. Gateways read bodies so too,
+    since a conversation has to have one name everywhere."""
+    return _ESCAPE.sub(_whole, data.removeprefix(_BYTE_ORDER_MARK))
 
 
 def _whole(escape: re.Match[bytes]) -> bytes:
