@@ -29,9 +29,9 @@ _NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additional
 
 
 async def grammar_of(request: ChatCompletionRequest, form: AnswerForm) -> str:
-    """Return the grammar in llguidance's form; "" if the answer is free. form: how the model writes calls. Checks the
-    grammars of custom tools too, even where no call is forced. Raises ApiError 400."""
-    if not _is_constrained(request) and not any(_given_formats(request)):
+    """Return the grammar in llguidance's form; "" if the answer is free. form: how the model writes calls. Raises
+    ApiError 400."""
+    if not _is_constrained(request):
         return ""
     try:
         async with asyncio.timeout(CHECK_S):
@@ -46,12 +46,10 @@ def _is_constrained(request: ChatCompletionRequest) -> bool:
 
 
 def _checked_grammar(request: ChatCompletionRequest, form: AnswerForm) -> str:
-    """Build and check the grammar of an answer; "" if it is free. Large schemas take seconds, so that this runs in a
-    thread. Raises ApiError 400."""
+    """Build and check the grammar of a constrained answer. Large schemas take seconds, so that this runs in a thread.
+    Raises ApiError 400."""
     for name, given in _given_formats(request):
         _check_format(name, given)
-    if not _is_constrained(request):
-        return ""
     param = param_of(request)
     own = _own_grammar(request)
     if own is not None and len(_RULE.findall(own)) > MAX_RULES:

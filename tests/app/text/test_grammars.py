@@ -106,19 +106,13 @@ def custom(syntax: str, definition: str) -> list[dict[str, Any]]:
         ("lark", "start: a\n" + "a: b\n" * 1024, "more than 1024 rules"),
     ],
 )
-async def test_a_custom_tools_grammar_is_read_even_where_no_call_is_forced(syntax, definition, problem):
+async def test_a_custom_tools_grammar_is_read_where_a_call_is_forced_alone(syntax, definition, problem):
+    assert await grammar_of(request(tools=custom(syntax, definition)), NO_FORM) == ""
     with pytest.raises(ApiError) as error:
-        await grammar_of(request(tools=custom(syntax, definition)), NO_FORM)
+        await grammar_of(request(tools=custom(syntax, definition), tool_choice="required"), NO_FORM)
     assert (error.value.status, error.value.code, error.value.param) == (400, "invalid_schema", "tools")
     assert f"the {syntax} grammar of 'f'" in error.value.message
     assert problem in error.value.message
-
-
-@pytest.mark.parametrize(
-    ("syntax", "definition"), [("regex", "^[a-z]{3}$"), ("lark", "start: (A | LF)+\nA: /a/\n%import common.LF")]
-)
-async def test_a_custom_tools_grammar_that_is_understood_constrains_no_free_answer(syntax, definition):
-    assert await grammar_of(request(tools=custom(syntax, definition)), NO_FORM) == ""
 
 
 async def test_rules_of_calls_are_written_in_another_thread_and_only_for_a_grammar(monkeypatch):
