@@ -244,6 +244,12 @@ def internal_error() -> ApiError:
     return ApiError(500, "The server had an error while answering.", code="internal_error")
 
 
+def too_deep_call(levels: int) -> ApiError:
+    """Return the error for an answer with a call that its client could not send back."""
+    message = f"The model nested the arguments of a call more than {levels} levels deep; ask again."
+    return ApiError(500, message, code="invalid_call")
+
+
 def from_validation(error: ValidationError) -> ApiError:
     """Return an error about the first invalid field, named in OpenAI's way: messages[0].content."""
     first = _telling(error.errors(include_url=False, include_input=False))

@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 
 from reprise.app.conversations.digests import canonical, digest
+from reprise.app.http.body import mended
 from reprise.app.schemas.fields import SESSION_ID
 from reprise.app.schemas.offered import flat_name
 from reprise.app.schemas.tools import CUSTOM_ARGUMENT
@@ -82,11 +83,13 @@ _decode_body = msgspec.json.Decoder(TurnBody).decode
 
 def read_body(body: bytes) -> TurnBody | None:
     """Return the fields of a turn's body, or None if it is not a JSON object: the replica then tells the client what is
-    wrong."""
-    try:
-        return _decode_body(body)
-    except (ValueError, RecursionError):
-        return None
+    wrong. Halves of characters and a byte order mark are read as the replica reads them."""
+    for form in (bytes, mended):
+        try:
+            return _decode_body(form(body))
+        except (ValueError, RecursionError):
+            pass
+    return None
 
 
 def salt_in(body: TurnBody, *, is_exact: bool = False) -> str:

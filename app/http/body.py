@@ -24,7 +24,8 @@ _ESCAPE = re.compile(
     re.DOTALL,
 )
 BODY_TIMEOUT_S = 30.0  # for a client to send its body
-MAX_LEVELS = 64  # deepest nesting of a body
+MAX_LEVELS = 64  # deepest nesting of a body, apart from arguments of calls
+MAX_CALL_LEVELS = 128  # deepest nesting of a call's arguments, which a model chooses and a client cannot shorten
 MAX_SCHEMA_LEVELS, MAX_SCHEMA_BYTES = 32, 65_536  # deepest and longest JSON schema of an answer
 MAX_CHOICES, _MAX_LOGPROBS, _MAX_MESSAGES, _MAX_STOPS, _MAX_TOOLS = 128, 20, 4096, 16, 1024
 MAX_NUMBERS = {"n": MAX_CHOICES, "logprobs": _MAX_LOGPROBS, "top_logprobs": _MAX_LOGPROBS}
@@ -107,17 +108,22 @@ def _too_large(max_bytes: int) -> ApiError:
 def parse_json(data: bytes) -> dict[str, object]:
     """Return the JSON object in `data`. Half of a character, which clients send that have cut a text inside an emoji,
     becomes U+FFFD. Raises ApiError for anything else: bad UTF-8, NaN, or more than 200 levels."""
-    data = data.removeprefix(_BYTE_ORDER_MARK)
     try:
         try:
-            body = from_json(data, allow_inf_nan=False)
+            body = from_json(data.removeprefix(_BYTE_ORDER_MARK), allow_inf_nan=False)
         except ValueError:
-            body = from_json(_ESCAPE.sub(_whole, data), allow_inf_nan=False)
+            body = from_json(mended(data), allow_inf_nan=False)
     except ValueError as error:
         raise invalid(f"The body is not valid JSON: {str(error)[:200]}.", code="invalid_json") from None
     if not isinstance(body, dict):
         raise invalid("The body must be a JSON object.", code="invalid_json")
     return body
+
+
+def mended(data: bytes) -> bytes:
+    """Return JSON without a byte order mark, and with U+FFFD for each half of a character. Gateways read bodies so too,
+    since a conversation has to have one name everywhere."""
+    return _ESCAPE.sub(_whole, data.removeprefix(_BYTE_ORDER_MARK))
 
 
 def _whole(escape: re.Match[bytes]) -> bytes:
@@ -128,7 +134,10 @@ def _whole(escape: re.Match[bytes]) -> bytes:
 def check_body(body: dict[str, object]) -> None:
     """Check limits that a schema's types and ranges cannot express, before anything is built from the body. Raises
     ApiError 400. Leaves wrong types to the schema."""
-    if is_deeper(body, MAX_LEVELS):
+    arguments = list(_arguments(body))
+    if is_deeper(arguments, MAX_CALL_LEVELS + 1):
+        raise invalid(f"The arguments of a call have more than {MAX_CALL_LEVELS} levels.", code="invalid_json")
+    if is_deeper(body, MAX_LEVELS, but=arguments):
         raise invalid(f"The body has more than {MAX_LEVELS} levels.", code="invalid_json")
     for name, most in MAX_NUMBERS.items():
         value = body.get(name)
@@ -160,6 +169,20 @@ def _schemas(body: dict[str, object]) -> Iterator[tuple[str, dict[str, object]]]
         ("output_config", _at(body, "output_config", "format", "schema")),
     ]
     yield from ((name, schema) for name, schema in found if isinstance(schema, dict))
+
+
+def _arguments(body: dict[str, object]) -> Iterator[dict[str, object]]:
+    """Yield the arguments of a history's calls that are objects, in all dialects."""
+    for field in ("messages", "input", "items"):
+        entries = body.get(field)
+        for entry in entries if isinstance(entries, list) else ():
+            content, calls = _at(entry, "content"), _at(entry, "tool_calls")
+            found = [
+                _at(entry, "arguments"),
+                *(_at(block, "input") for block in (content if isinstance(content, list) else ())),
+                *(_at(call, "function", "arguments") for call in (calls if isinstance(calls, list) else ())),
+            ]
+            yield from (value for value in found if isinstance(value, dict))
 
 
 def _at(value: object, *path: str) -> object:

@@ -5,34 +5,47 @@ import zlib
 from reprise.app.errors import ApiError, invalid
 
 ACCEPTED = "gzip, deflate"
+MAX_MEMBERS = 1024  # members of a gzip body; empty ones are not bounded by the length of the text
 _GZIP, _ZLIB, _RAW = 16 + zlib.MAX_WBITS, zlib.MAX_WBITS, -zlib.MAX_WBITS
 
 
 class Decoder:
     """A decoder of one body. Its caller bounds what it may make of each chunk, because a few bytes can become
-    gigabytes."""
+    gigabytes. A gzip body may have several members, one after another; their texts are one."""
 
     def __init__(self, name: str, wbits: int) -> None:
         self._name = name
         self._wbits = wbits
         self._zlib = zlib.decompressobj(wbits)
         self._is_first = True
+        self._num_members = 1
 
     def push(self, chunk: bytes, max_bytes: int) -> bytes:
-        """Return what a chunk adds, at most `max_bytes`; the rest of a longer one is dropped, and the body is to be
-        refused. Raises ApiError 400."""
+        """Return what a chunk adds, at most `max_bytes`, which is above 0; the rest of a longer one is dropped, and the
+        body is to be refused. Raises ApiError 400."""
         if not chunk:
             return b""
         if self._is_first and self._wbits == _ZLIB and chunk[0] & 15 != zlib.DEFLATED:
             self._zlib = zlib.decompressobj(_RAW)  # some clients send "deflate" without the header that belongs to it
         self._is_first = False
-        try:
-            data = self._zlib.decompress(chunk, max_bytes)
-        except zlib.error:
-            raise self._damaged() from None
-        if self._zlib.unused_data:
-            raise self._damaged()
+        data = b""
+        while chunk and len(data) < max_bytes:
+            if self._zlib.eof:
+                self._begin_member()
+            try:
+                data += self._zlib.decompress(chunk, max_bytes - len(data))
+            except zlib.error:
+                raise self._damaged() from None
+            chunk = self._zlib.unused_data
         return data
+
+    def _begin_member(self) -> None:
+        if self._wbits != _GZIP:
+            raise self._damaged()
+        if self._num_members == MAX_MEMBERS:
+            raise invalid(f"The body has more than {MAX_MEMBERS} gzip members.", code="invalid_encoding")
+        self._num_members += 1
+        self._zlib = zlib.decompressobj(_GZIP)
 
     def finish(self) -> None:
         """Check that the body was complete. Raises ApiError 400."""
@@ -54,5 +67,5 @@ def decoder_of(encoding: str) -> Decoder | None:
         case "deflate":
             return Decoder("deflate", _ZLIB)
         case _:
-            message = f"Bodies may be compressed with {ACCEPTED}, not otherwise."
+            message = f"Bodies may be compressed with gzip or deflate, not with {encoding[:40]!r}."
             raise ApiError(415, message, code="unsupported_content_encoding", headers={"accept-encoding": ACCEPTED})

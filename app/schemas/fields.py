@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -79,8 +80,10 @@ def is_finite(value: object) -> bool:
     return not isinstance(value, int) or abs(value) < 1 << 63
 
 
-def is_deeper(value: object, levels: int) -> bool:
-    """Return whether objects and lists are nested more than `levels` deep. Works level by level, without recursion."""
+def is_deeper(value: object, levels: int, *, but: Sequence[object] = ()) -> bool:
+    """Return whether objects and lists are nested more than `levels` deep. Works level by level, without recursion.
+    but: objects and lists inside of which nothing is counted."""
+    passed = {id(one) for one in but}
     layer = [value] if isinstance(value, dict | list) else []
     for _ in range(levels):
         if not layer:
@@ -89,7 +92,7 @@ def is_deeper(value: object, levels: int) -> bool:
             inner
             for outer in layer
             for inner in (outer.values() if isinstance(outer, dict) else outer)
-            if type(inner) is dict or type(inner) is list
+            if (type(inner) is dict or type(inner) is list) and id(inner) not in passed
         ]
     return bool(layer)
 

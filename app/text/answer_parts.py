@@ -4,7 +4,7 @@ import secrets
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from reprise.app.text.detokenizer import StopFinder
 from reprise.app.text.plain_text import plain_text
@@ -37,6 +37,14 @@ class CallPiece(NamedTuple):
     place: int
     call: Call | None
     arguments: str
+
+
+class _Block(NamedTuple):
+    """The beginning of a text, a thought or a call. start: the offset in the content or in the reasoning, or the index
+    of the call."""
+
+    kind: Literal["text", "thought", "call"]
+    start: int
 
 
 @dataclass(slots=True)
@@ -109,6 +117,7 @@ class AnswerWriter:
         self.reasoning = ""
         self.thought_chars = 0  # position at which the thought ended
         self.stopped_at = 0  # position at which a stop string cut the answer
+        self._blocks: list[_Block] = []
         self._wanted = wanted
         self._short_ids = short_ids
         self._parts = AnswerParts()
@@ -118,9 +127,9 @@ class AnswerWriter:
         self._is_dropped = False  # whether the current call exceeds the permitted number
         self._finder = StopFinder(wanted.stops)
         self._unsearched = 0  # position before which stop strings do not count
-        self._given = 0  # characters of content given to the finder, or past it
+        self._given = 0  # characters of content, with those that the finder holds back
         self._passed = 0  # those given past it
-        self._spans: list[tuple[int, int]] = []  # (offset in the content, position) of each run of content
+        self._spans: list[tuple[int, int]] = []  # (offset in the content, position) of each run of content, in order
 
     @property
     def stop_string(self) -> str:
@@ -131,6 +140,35 @@ class AnswerWriter:
     def is_stopped(self) -> bool:
         """Whether a stop string was found."""
         return self._finder.hit
+
+    @property
+    def said(self) -> list[TextPiece | Call]:
+        """The texts, thoughts and calls of the answer so far, in the order in which the model wrote them."""
+        found: list[TextPiece | Call] = []
+        ends = {"text": len(self.content), "thought": len(self.reasoning)}
+        for kind, start in reversed(self._blocks):
+            if kind == "call":
+                found.append(self.calls[start])
+                continue
+            text = (self.content if kind == "text" else self.reasoning)[start : ends[kind]]
+            found.append(TextPiece(text, kind == "thought"))
+            ends[kind] = start
+        return found[::-1]
+
+    def content_from(self, start: int, end: int) -> int | None:
+        """Return the offset in the content of the first of its characters that comes from the positions `start` to
+        `end`; None if none does. A position that holds no character of its own stands for the one that follows."""
+        index = bisect_right(self._spans, start, key=lambda span: span[1]) - 1
+        next_offset, next_position = self._spans[index + 1] if index + 1 < len(self._spans) else (self._given, end)
+        if index >= 0:
+            offset = self._spans[index][0] + start - self._spans[index][1]
+            if offset < next_offset:
+                return offset
+        return next_offset if next_position < end else None
+
+    def content_before(self, offset: int) -> int:
+        """Return the position up to which the first `offset` characters of the content reach."""
+        return self._position(offset) if self._spans else 0
 
     @property
     def shown_up_to(self) -> int:
@@ -190,6 +228,7 @@ class AnswerWriter:
     def begin(self, name: str, call_id: str = "") -> None:
         self._is_dropped = self.is_stopped or (bool(self.calls) and not self._wanted.parallel)
         if not self._is_dropped:
+            self._blocks.append(_Block("call", len(self.calls)))
             self.calls.append(Call(self._id_of(plain_text(call_id)), name))
             self._parts.pieces.append(CallPiece(len(self.calls) - 1, self.calls[-1], ""))
 
@@ -229,14 +268,16 @@ class AnswerWriter:
         if self.is_stopped:
             return
         if is_thought:
+            self._begin_block("thought", len(self.reasoning), text)
             self.reasoning += text
             self._parts.say(text, is_thought=True)
-        elif not self._wanted.stops:
+            return
+        if not self._spans or position - self._given != self._spans[-1][1] - self._spans[-1][0]:
+            self._spans.append((self._given, position))
+        self._given += len(text)
+        if not self._wanted.stops:
             self._show(text)
         else:
-            if not self._spans or position - self._given != self._spans[-1][1] - self._spans[-1][0]:
-                self._spans.append((self._given, position))
-            self._given += len(text)
             unsearched = min(len(text), max(0, self._unsearched - position))
             self._passed += unsearched
             self._show(text[:unsearched] + self._finder.push(text[unsearched:]))
@@ -251,8 +292,13 @@ class AnswerWriter:
         self.stopped_at = self._position(end)
 
     def _show(self, text: str) -> None:
+        self._begin_block("text", len(self.content), text)
         self.content += text
         self._parts.say(text)
+
+    def _begin_block(self, kind: Literal["text", "thought"], start: int, text: str) -> None:
+        if text and (not self._blocks or self._blocks[-1].kind != kind):
+            self._blocks.append(_Block(kind, start))
 
     def _position(self, offset: int) -> int:
         """Return the position up to which the first `offset` characters of the content reach, or from which on they

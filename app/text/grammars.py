@@ -9,13 +9,14 @@ from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, regex_to_lark
 
-from reprise.app.errors import invalid
+from reprise.app.errors import ApiError, invalid
 from reprise.app.schemas.chat import ChatCompletionRequest
-from reprise.app.schemas.tools import Tool
+from reprise.app.schemas.tools import CustomFormat, Tool
 from reprise.app.text.answer_form import AnswerForm
-from reprise.app.text.families.lark import Lark, OfferedTool, TooLarge, json_rule, quoted
+from reprise.app.text.families.lark import Lark, OfferedTool, TooLarge, json_rule, loosened, most_optional, quoted
 from reprise.app.text.schema_references import longest_chain
 
+MAX_OPTIONAL = 480  # optional properties of an object; in JSON each takes 4 of the 2,000 items of llguidance's rows
 MAX_CHAIN, MAX_RULES = 256, 1024  # definitions of a schema, rules of a grammar that refer to one another
 _RULE = re.compile(r"^[ \t]*[A-Za-z_]\w*(?:\.-?\d+)?(?:\[[^\]\n]*\])?[ \t]*:", re.MULTILINE)
 CHECK_S = 5.0
@@ -47,6 +48,8 @@ def _is_constrained(request: ChatCompletionRequest) -> bool:
 def _checked_grammar(request: ChatCompletionRequest, form: AnswerForm) -> str:
     """Build and check the grammar of a constrained answer. Large schemas take seconds, so that this runs in a thread.
     Raises ApiError 400."""
+    for name, given in _given_formats(request):
+        _check_format(name, given)
     param = param_of(request)
     own = _own_grammar(request)
     if own is not None and len(_RULE.findall(own)) > MAX_RULES:
@@ -65,6 +68,27 @@ def _checked_grammar(request: ChatCompletionRequest, form: AnswerForm) -> str:
         problem = _shown(str(problems[0]), hide_place=own is None) if problems else "it is not understood"
         raise invalid(f"Invalid '{param}': {problem}.", param, "invalid_schema")
     return str(grammar)
+
+
+def _given_formats(request: ChatCompletionRequest) -> Iterator[tuple[str, CustomFormat]]:
+    """Yield the grammars that custom tools give for their input, each with the tool's name."""
+    for tool in request.tools or ():
+        if tool.custom is not None and tool.custom.format is not None and tool.custom.format.type == "grammar":
+            yield tool.function.name, tool.custom.format
+
+
+def _check_format(name: str, given: CustomFormat) -> None:
+    """Raise ApiError 400 for a custom tool's grammar that is not understood. It is read alone: a regex that is wrong by
+    itself may be right between the parentheses that it gets in a schema."""
+    of_tool, definition = f"the {given.syntax} grammar of '{name}'", given.definition or ""
+    if given.syntax == "lark" and len(_RULE.findall(definition)) > MAX_RULES:
+        raise invalid(f"Invalid 'tools': {of_tool} has more than {MAX_RULES} rules.", "tools", "invalid_schema")
+    is_regex = given.syntax == "regex"
+    read = LLMatcher.grammar_from_regex if is_regex else LLMatcher.grammar_from_lark
+    is_bad, problems = LLMatcher.validate_grammar_with_warnings(read(definition), limits=_LIMITS)
+    if is_bad:
+        problem = _shown(str(problems[0]), hide_place=is_regex) if problems else "it is not understood"
+        raise invalid(f"Invalid 'tools': {of_tool}: {problem}.", "tools", "invalid_schema")
 
 
 def _schemas(request: ChatCompletionRequest) -> Iterator[dict[str, Any]]:
@@ -132,7 +156,7 @@ def _wanted_answer(request: ChatCompletionRequest) -> Callable[[], str] | None:
         schema = _ANY_OBJECT if wanted is None or wanted.schema_ is None else wanted.schema_
         lenient = wanted is not None and wanted.strict is False
     if schema is not None:
-        return partial(json_rule, schema, is_lenient=lenient)
+        return partial(_json_answer, schema, is_lenient=lenient, param=param_of(request))
     if regex is not None:
         return lambda: f"/{regex_to_lark(regex)}/"
     if choice is not None:
@@ -154,11 +178,28 @@ def _call_rules(request: ChatCompletionRequest, form: AnswerForm) -> list[str]:
     return [f"calls: {calls}", *lark.rules]
 
 
+def _json_answer(schema: dict[str, Any], *, is_lenient: bool, param: str) -> str:
+    if most_optional(schema) > MAX_OPTIONAL:
+        if not is_lenient:
+            raise _too_many_optional(param)
+        schema = loosened(schema, MAX_OPTIONAL)
+    return json_rule(schema, is_lenient=is_lenient)
+
+
+def _too_many_optional(param: str, of_tool: str = "") -> ApiError:
+    problem = f"{of_tool}an object with more than {MAX_OPTIONAL} optional properties"
+    return invalid(f"Invalid '{param}': {problem}, which cannot be enforced.", param, "invalid_schema")
+
+
 def _parameters(tool: Tool) -> dict[str, Any]:
     """Return the schema of a tool's arguments, which are an object even if the schema does not say so."""
     schema = tool.function.parameters
     if not schema:
         return _NO_ARGUMENTS
+    if most_optional(schema) > MAX_OPTIONAL:
+        if tool.function.strict:
+            raise _too_many_optional("tools", f"'{tool.function.name}' has ")
+        schema = loosened(schema, MAX_OPTIONAL)
     kind = schema.get("type", "object")
     if kind != "object":
         problem = f"the parameters of '{tool.function.name}' must be of type object"

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from reprise.app.text.answer_parts import AnswerParts, AnswerWriter, Call
+from reprise.app.text.answer_parts import AnswerParts, AnswerWriter, Call, TextPiece
 from reprise.app.text.tokenizer import ChatTokenizer
 from reprise.engine.messages import (
     Output,
@@ -27,6 +27,7 @@ class Delta:
     finish_reason: str | None
     token_ids: list[int]  # taken in since the choice's delta before; their text may still be held back
     token_logprobs: list[TokenLogprob] | None  # logprobs of these ids
+    text_logprobs: list[list[dict[str, Any]]]  # those of each text of the content in `parts`, in order
 
 
 class Answer:
@@ -61,6 +62,9 @@ class Answer:
         self._parser = parser
         self._logprobs: deque[dict[str, Any]] = deque()  # logprobs of tokens whose text is not shown yet
         self._shown_logprobs = 0
+        self._unplaced: deque[tuple[int, dict[str, Any]]] = deque()
+        """(index of a token, its logprob) of tokens of which it is not clear yet whether their text is content."""
+        self._placed_chars = 0  # characters of content whose tokens are placed
         self._new_ids: list[int] = []  # since the last delta
         self._new_logprobs: list[TokenLogprob] = []
 
@@ -90,6 +94,11 @@ class Answer:
         return self._parser.calls
 
     @property
+    def said(self) -> list[TextPiece | Call]:
+        """The texts, thoughts and calls so far, in the order in which the model wrote them."""
+        return self._parser.said
+
+    @property
     def text_ends(self) -> list[int]:
         """For each token, the number of characters of text that are complete once this token is decoded. The last
         numbers may exceed the length of `text` if a stop string cut it."""
@@ -117,6 +126,7 @@ class Answer:
             if output.logprobs is not None:
                 self._new_logprobs.append(output.logprobs[position])
                 self._logprobs.append(self._logprob(token_id, output.logprobs[position]))
+                self._unplaced.append((len(self.token_ids) - 1, self._logprobs[-1]))
             self._read(token_id, parts)
             if self.stopped_by_string:
                 break
@@ -133,7 +143,8 @@ class Answer:
         token_ids, token_logprobs = self.take_new()
         if output.logprobs is None:
             token_logprobs = None
-        return Delta(self.index, parts, logprobs, self.finish_reason, token_ids, token_logprobs)
+        texts = self._placed(parts) if output.logprobs is not None else []
+        return Delta(self.index, parts, logprobs, self.finish_reason, token_ids, token_logprobs, texts)
 
     def _read(self, token_id: int, parts: AnswerParts) -> None:
         """Have the parser read one token's text. Special tokens have no text, but the parser needs some of them."""
@@ -214,6 +225,34 @@ class Answer:
         count = max(0, due - self._shown_logprobs)
         self._shown_logprobs += count
         return [self._logprobs.popleft() for _ in range(count)]
+
+    def _placed(self, parts: AnswerParts) -> list[list[dict[str, Any]]]:
+        """Return the logprobs of the tokens of each text of the content in `parts`. A token belongs to the text that
+        has its first character of content; tokens of thoughts, calls and marks belong to none."""
+        found: list[list[dict[str, Any]]] = []
+        for piece in parts.pieces:
+            if not isinstance(piece, TextPiece) or piece.is_thought:
+                continue
+            self._placed_chars += len(piece.text)
+            end, of_piece = self._parser.content_before(self._placed_chars), []
+            while self._unplaced:
+                index, entry = self._unplaced[0]
+                start = self._start(index)
+                offset = self._parser.content_from(start, max(start + 1, self._start(index + 1)))
+                if start >= end or (offset is not None and offset >= self._placed_chars):
+                    break
+                self._unplaced.popleft()
+                if offset is not None:
+                    of_piece.append(entry)
+            found.append(of_piece)
+        return found
+
+    def _start(self, index: int) -> int:
+        """Return the position of a token's text among all that was pushed to the parser."""
+        text_ends = self.text_ends
+        before = bisect_right(self._marked, index, key=lambda mark: mark[2])
+        marks = self._marked[before - 1][1] if before else 0
+        return (text_ends[index - 1] if index else 0) + marks
 
 
 def tokens_within(text_ends: list[int], end: int) -> int:

@@ -1,6 +1,7 @@
 """Restricts answers to grammars, token by token. llguidance parses them lazily, so compiling takes milliseconds, and
 every step has a budget of its own."""
 
+import json
 import time
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,6 +15,8 @@ from numpy.typing import NDArray
 from reprise.engine.messages import Submit
 
 COMPILE_S = 10.0  # a grammar that is not ready by then is refused; the limits below end nearly all of them in 0.1 s
+_OPTIONS = "%llguidance"  # begins the line of a Lark grammar that sets options of the library
+_MAX_FORCED_TOKENS = 1024  # followed before a request begins
 # Above what schemas in use need, below what holds up a step: about 20 ms to begin, 10 ms a token, 30 MB of states.
 _LIMITS = LLParserLimits(
     initial_lexer_fuel=1_000_000,
@@ -87,6 +90,7 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._end_ids = end_ids
         self._tokenizer: LLTokenizer | None = None  # used by the thread
+        self._specials: tuple[str, ...] = ()  # texts of special tokens, and those as JSON escapes them; without "\\"
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
         self.held: dict[str, _Pending] = {}
         """The requests whose grammars are not compiled yet, by their ids. Read only."""
@@ -133,21 +137,48 @@ class GrammarCompiler:
     def compile(self, grammar: str) -> Constraint:
         """Compile a grammar. Raises BadGrammar. Called on the compiler's thread."""
         if self._tokenizer is None:
-            self._tokenizer = self._load()
+            self._tokenizer, self._specials = self._load()
+        plain = grammar.replace("\\", "")
+        if any(one in plain for one in self._specials):
+            grammar = _spelt(grammar)
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)
         if matcher.is_error():
             raise BadGrammar(first_line(matcher.get_error()))
+        self._check_forced(matcher.deep_copy())
         return Constraint(matcher, self._tokenizer.vocab_size)
 
-    def _load(self) -> LLTokenizer:
+    @staticmethod
+    def _check_forced(matcher: LLMatcher) -> None:
+        """Raise BadGrammar if a grammar becomes too costly within the tokens that it forces at its beginning, such as
+        those of a call up to its arguments: the answer would fail after it has begun. Advances the matcher."""
+        for token_id in matcher.compute_ff_tokens()[:_MAX_FORCED_TOKENS]:
+            if not matcher.consume_token(token_id):
+                break
+        if not matcher.is_stopped():
+            matcher.compute_logit_bias()
+        if matcher.is_error():
+            raise BadGrammar("it would be too costly to follow")
+
+    def _load(self) -> tuple[LLTokenizer, tuple[str, ...]]:
         try:
             text = self._path.read_text(encoding="utf-8")
-            return LLTokenizer(text, n_vocab=self._vocab_size, eos_token=list(self._end_ids) or None)
-        except (OSError, ValueError, RuntimeError) as error:
+            specials = [one["content"] for one in json.loads(text).get("added_tokens", ()) if one["special"]]
+            written = {form.replace("\\", "") for one in specials for form in (one, json.dumps(one)[1:-1])}
+            tokenizer = LLTokenizer(text, n_vocab=self._vocab_size, eos_token=list(self._end_ids) or None)
+            return tokenizer, tuple(sorted(one for one in written if len(one) > 1))
+        except (OSError, ValueError, RuntimeError, LookupError, TypeError, AttributeError) as error:
             raise BadGrammar("this model's tokenizer cannot be used with grammars") from error
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def _spelt(grammar: str) -> str:
+    """Return a Lark grammar that mentions a special token's text, with an option by which plain tokens spell it. Where
+    only one text is possible, the library takes the tokens that its tokenizer makes of the text, and so the special
+    one, which may end the answer. With the option it takes each token by its text, and special ones have none."""
+    is_lark = not grammar.lstrip().startswith("{")
+    return f'{_OPTIONS} {{"no_forcing": true}}\n{grammar}' if is_lark and _OPTIONS not in grammar else grammar
 
 
 def first_line(message: str) -> str:

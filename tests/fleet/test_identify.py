@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from reprise.app.http.body import parse_json
 from reprise.app.turn.prepare import session_id_of as id_of_the_app
 from reprise.engine.messages import salt_of
 from reprise.fleet.identify import (
@@ -167,6 +168,17 @@ def test_takes_anything(messages, system):
 @pytest.mark.parametrize("body", [b"", b"[]", b'"x"', b"{", b"\xff", b'{"a":' * 100_000])
 def test_bodies_that_are_no_object_say_nothing(body):
     assert read_body(body) is None
+
+
+@pytest.mark.parametrize("cut", [r"an emoji \ud83d", r"\ude00 and \ud83d\ud83d\ude00", r"\\ud83d \udfff"])
+@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
+def test_halves_of_characters_are_read_as_the_replica_reads_them(cut, mark):
+    """A client that cuts a text inside an emoji sends one, in every later request too."""
+    sent = mark + b'{"model": "m", "session_id": "s", "messages": [{"role": "user", "content": "%s"}]}' % cut.encode()
+    said, read = read_body(sent), parse_json(sent)
+    assert said is not None
+    assert (said.model, said.session_id, said.messages) == (read["model"], read["session_id"], read["messages"])
+    assert conversation_of(said).chain == chat(*read["messages"]).chain
 
 
 def test_deep_messages_are_left_to_the_replica():

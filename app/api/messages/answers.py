@@ -5,9 +5,12 @@ from typing import Any
 
 from reprise.app.api.chat.answers import cached_tokens, ours
 from reprise.app.api.thought_seal import ThoughtSeal
-from reprise.app.errors import ApiError
+from reprise.app.errors import ApiError, too_deep_call
+from reprise.app.http.body import MAX_CALL_LEVELS
 from reprise.app.http.event_stream import event
-from reprise.app.text.answer_parts import CallPiece, TextPiece
+from reprise.app.schemas.fields import is_deeper
+from reprise.app.text.answer_parts import Call, CallPiece, TextPiece
+from reprise.app.text.families.reading import JsonEnd
 from reprise.app.turn.answer import Answer, Delta
 from reprise.app.turn.generation import Generation
 
@@ -17,23 +20,21 @@ _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"
 def message(generation: Generation, seal: ThoughtSeal) -> dict[str, Any]:
     """Return the plain answer of a finished generation."""
     (choice,) = generation.choices
-    content: list[dict[str, Any]] = []
-    if choice.reasoning:
-        signature = seal.seal(choice.reasoning)
-        content.append({"type": "thinking", "thinking": choice.reasoning, "signature": signature})
-    if choice.content:
-        content.append({"type": "text", "text": choice.content})
-    content += [
-        {"type": "tool_use", "id": call.id, "name": call.name, "input": _object(call.arguments)}
-        for call in choice.calls
-    ]
     return {
         **_head(generation),
-        "content": content,
+        "content": [_block(part, seal) for part in choice.said],
         **_reason(choice),
         "usage": usage(generation),
         **ours(generation),
     }
+
+
+def _block(part: TextPiece | Call, seal: ThoughtSeal) -> dict[str, Any]:
+    if isinstance(part, Call):
+        return {"type": "tool_use", "id": part.id, "name": part.name, "input": _object(part.arguments)}
+    if part.is_thought:
+        return {"type": "thinking", "thinking": part.text, "signature": seal.seal(part.text)}
+    return {"type": "text", "text": part.text}
 
 
 class MessageFrames:
@@ -45,6 +46,7 @@ class MessageFrames:
         self._generation = generation
         self._seal = seal
         self._thought = ""  # the text of an open thinking block
+        self._arguments = JsonEnd()  # tells how deeply those of the last call are nested
         self._kind: str | None = None  # kind of the open content block
         self._index = -1
 
@@ -70,7 +72,11 @@ class MessageFrames:
         if call is not None:
             block = {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
             data = self._open(f"call{piece.place}", block)
+            self._arguments = JsonEnd()
         if piece.arguments:
+            self._arguments.push(piece.arguments)
+            if self._arguments.deepest > MAX_CALL_LEVELS:  # the client could not send it back
+                raise too_deep_call(MAX_CALL_LEVELS)
             data += self._piece({"type": "input_json_delta", "partial_json": piece.arguments})
         return data
 
@@ -130,13 +136,13 @@ def _reason(choice: Answer) -> dict[str, Any]:
 
 
 def _object(arguments: str) -> dict[str, Any]:
-    """Parse a call's arguments; those that are cut short by the token limit, or too deeply nested to be read, become an
-    empty object."""
+    """Parse a call's arguments; those that are cut short by the token limit, or too deeply nested to be sent back,
+    become an empty object."""
     try:
         value = json.loads(arguments)
     except (ValueError, RecursionError):
         return {}
-    return value if isinstance(value, dict) else {}
+    return value if isinstance(value, dict) and not is_deeper(value, MAX_CALL_LEVELS) else {}
 
 
 def _event(kind: str, **fields: Any) -> bytes:

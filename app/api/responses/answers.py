@@ -105,7 +105,7 @@ class ResponseBuilder:
 
     def take(self, delta: Delta) -> list[Event]:
         events: list[Event] = []
-        logprobs = [_logprob(entry) for entry in delta.logprobs or ()]
+        logprobs = iter(delta.text_logprobs)
         for piece in delta.parts.pieces:
             if isinstance(piece, CallPiece):
                 self._take_call(piece, events)
@@ -114,8 +114,7 @@ class ResponseBuilder:
                 _part(item)["text"] += piece.text
                 events.append(self._part_event(f"response.{_kind(item)}.delta", delta=piece.text))
             else:
-                self._take_content(piece.text, logprobs, events)
-                logprobs = []  # told with the first text: nothing says which of them belong to the next
+                self._take_content(piece.text, [_logprob(entry) for entry in next(logprobs, ())], events)
         if delta.finish_reason is not None and not self.output:
             self._item("message", events)
         return events

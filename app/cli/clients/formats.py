@@ -5,6 +5,7 @@ exactly that: it is parsed again, and compared with the file's old content and t
 """
 
 import json
+import math
 import re
 import tomllib
 from collections import Counter
@@ -19,6 +20,7 @@ _ASSIGNED = re.compile(r"[ \t]*(?:export[ \t]+)?([A-Za-z0-9_-]+)[ \t]*=")
 _SERVER_KEYS = ("provider", "base_url", "baseURL", "baseUrl", "api_base", "apiBase")  # they tell whose entry it is
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 _TABLE = re.compile(r"^\s*\[", re.MULTILINE)
+_HALF = re.compile("[\ud800-\udfff]")  # half of a character, which UTF-8 cannot hold and an escape can
 
 
 class NotMerged(Exception):
@@ -80,19 +82,42 @@ def _marked(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Json:
-    """Comments are refused, since they would be lost."""
+    """Comments, keys that stand twice and numbers that JSON cannot write are refused, since they would be lost."""
 
     def text(self, config: Any) -> str:
-        return json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+        return _HALF.sub(_escaped, json.dumps(config, indent=2, ensure_ascii=False)) + "\n"
 
     def merged(self, old: str, config: Any) -> str:
         try:
-            there = json.loads(old or "{}")
+            there = json.loads(
+                old.strip() or "{}", object_pairs_hook=_object, parse_constant=_finite, parse_float=_finite
+            )
         except ValueError as error:
             raise NotMerged(f"it is not plain JSON ({error})") from None
         if not isinstance(there, dict):
             raise NotMerged("it holds no object")
         return self.text(combined(there, config))
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object. Raises NotMerged if it has a key twice: all values but one would be lost."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        (key, _), *_ = Counter(key for key, _ in pairs).most_common(1)
+        raise NotMerged(f"it has the key {json.dumps(key)} twice")
+    return found
+
+
+def _finite(text: str) -> float:
+    """Return a number of JSON. Raises NotMerged for NaN and numbers too large to be written again."""
+    number = float(text)
+    if not math.isfinite(number):
+        raise NotMerged(f"it has {text[:40]}, which is no number of JSON")
+    return number
+
+
+def _escaped(half: re.Match[str]) -> str:
+    return f"\\u{ord(half[0]):04x}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -115,6 +115,40 @@ class Property:
     is_required: bool
 
 
+def num_optional(schema: object) -> int:
+    """Return how many properties an object may leave out by its schema; 0 if the schema does not list any."""
+    given = schema.get("properties") if isinstance(schema, dict) else None
+    if not isinstance(schema, dict) or not isinstance(given, dict):
+        return 0
+    required = schema.get("required")
+    wanted = {name for name in required if isinstance(name, str)} if isinstance(required, list) else set()
+    return sum(name not in wanted for name in given)
+
+
+def most_optional(schema: object) -> int:
+    """Return the largest `num_optional` of an object within a schema."""
+    most, waiting = 0, [schema]
+    while waiting:
+        value = waiting.pop()
+        most = max(most, num_optional(value))
+        if isinstance(value, dict | list):
+            waiting += value.values() if isinstance(value, dict) else value
+    return most
+
+
+def loosened(schema: Any, max_optional: int) -> Any:
+    """Return a schema in which objects with more optional properties than that may have any. The schema is not changed;
+    it is nested no more deeply than a body may be."""
+    if isinstance(schema, list):
+        return [loosened(inner, max_optional) for inner in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if num_optional(schema) > max_optional:
+        left_out = {"properties", "required", "additionalProperties", "patternProperties"}
+        schema = {name: value for name, value in schema.items() if name not in left_out}
+    return {name: loosened(value, max_optional) for name, value in schema.items()}
+
+
 def properties(schema: dict[str, Any]) -> list[Property] | None:
     """Return the properties of an object's schema, those that are required first; None if the schema does not list
     them."""

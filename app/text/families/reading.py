@@ -186,6 +186,7 @@ class JsonEnd:
     def __init__(self) -> None:
         self._depth, self._in_string, self._escaped = 0, False, False
         self.found = False
+        self.deepest = 0  # most levels so far
 
     def push(self, text: str, start: int = 0) -> int:
         """Return the place in `text` at which the value ends, or its length while it goes on. start: where the value
@@ -201,6 +202,7 @@ class JsonEnd:
                 self._in_string = True
             elif char in "{[":
                 self._depth += 1
+                self.deepest = max(self.deepest, self._depth)
             elif char in "}]":
                 self._depth -= 1
                 if self._depth == 0:

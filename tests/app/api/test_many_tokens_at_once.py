@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.app.fakes import FakeEngine, Running, in_process, make_settings
+from tests.app.fakes import THINKING_TEMPLATE, FakeEngine, Running, in_process, make_settings, write_tokenizer
 
 HELLO = [{"role": "user", "content": "Hello"}]
 SCHEMA: dict[str, Any] = {"type": "object"}
@@ -58,6 +58,34 @@ def _said(item: dict[str, Any]) -> Any:
 
 
 @sizes
+async def test_each_text_of_a_response_has_the_logprobs_of_its_tokens(tmp_path: Path, size: int) -> None:
+    engine = FakeEngine(directory=write_tokenizer(tmp_path / "model", template=THINKING_TEMPLATE))
+    engine.script.answer = f"<think>\nHm <tool.\n</think>\n\nA <tool_calm {ADD} Ünï fox 🎉 jump {ADD}"
+    engine.script.tokens_per_output = size
+    tools = [{"type": "function", "name": "add", "parameters": SCHEMA}]
+    fields = {"include": ["message.output_text.logprobs"], "max_output_tokens": 250}
+    body = {"model": "test-model", "input": "Hello", "tools": tools, **fields}
+    async with in_process(engine, make_settings(tmp_path, cache={"truncation": "auto"})) as running:
+        whole = (await running.http.post("/v1/responses", json=body)).json()
+        streamed = events((await running.http.post("/v1/responses", json={**body, "stream": True})).text)
+    said = [item["content"][0] for item in whole["output"] if item["type"] == "message"]
+    again = [item["content"][0] for item in streamed[-1]["response"]["output"] if item["type"] == "message"]
+    assert said == again
+    assert [part["text"] for part in said] == ["A <tool_calm", " Ünï fox 🎉 jump"]
+    for part in said:
+        assert _spelt(part["logprobs"]) == part["text"]
+    deltas = [event for event in streamed if event["type"] == "response.output_text.delta"]
+    assert [entry for event in deltas for entry in event["logprobs"]] == [
+        entry for part in said for entry in part["logprobs"]
+    ]
+    assert "".join(event["delta"] for event in deltas) == _spelt([e for event in deltas for e in event["logprobs"]])
+
+
+def _spelt(logprobs: list[dict[str, Any]]) -> str:
+    return b"".join(bytes(entry["bytes"]) for entry in logprobs).decode()
+
+
+@sizes
 async def test_a_message(running: Running, size: int) -> None:
     running.engine.script.tokens_per_output = size
     tools = [{"name": name, "input_schema": SCHEMA} for name in ("add", "patch")]
@@ -73,9 +101,8 @@ async def test_a_message(running: Running, size: int) -> None:
             blocks[event["index"]]["said"] += event["delta"][field]
     said = [block["said"] if block["type"] == "text" else (block["name"], block["said"]) for block in blocks]
     assert said == [TEXTS[0], ADDED, TEXTS[1], PATCHED, TEXTS[2], ADDED]
-    assert [block["text"] for block in whole if block["type"] == "text"] == ["".join(TEXTS)]
-    inputs = [(block["name"], block["input"]) for block in whole if block["type"] == "tool_use"]
-    assert inputs == [(name, json.loads(arguments)) for name, arguments in (ADDED, PATCHED, ADDED)]
+    shown = [block["text"] if block["type"] == "text" else (block["name"], block["input"]) for block in whole]
+    assert shown == [one if isinstance(one, str) else (one[0], json.loads(one[1])) for one in said]
 
 
 @sizes

@@ -15,6 +15,7 @@ from reprise.app.schemas.fields import is_deeper
 def small_limits() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bodies, "MAX_LEVELS", 12)
+        patch.setattr(bodies, "MAX_CALL_LEVELS", 20)
         patch.setattr(bodies, "MAX_NUMBERS", {"n": 2, "logprobs": 4, "top_logprobs": 4})
         counted = {"messages": 3, "input": 3, "items": 3, "stop": 1, "stop_sequences": 1, "tools": 1}
         patch.setattr(bodies, "MAX_ITEMS", counted)
@@ -31,6 +32,14 @@ def formatted(schema: object) -> dict:
     return {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}
 
 
+def block(given: object) -> dict:
+    return {"messages": [{"content": [{"type": "tool_use", "input": given}]}]}
+
+
+def call(given: object) -> dict:
+    return {"messages": [{"tool_calls": [{"function": {"arguments": given}}]}]}
+
+
 @pytest.mark.parametrize(
     ("allowed", "refused", "param"),
     [
@@ -44,6 +53,10 @@ def formatted(schema: object) -> dict:
         ({"stop_sequences": ["a"]}, {"stop_sequences": ["a", "b"]}, "stop_sequences"),
         ({"tools": [{}]}, {"tools": [{}, {}]}, "tools"),
         (nested(12), nested(13), None),
+        (block(nested(20)), block(nested(21)), None),
+        (call(nested(20)), call(nested(21)), None),
+        ({"input": [{"arguments": nested(20)}]}, {"input": [{"arguments": nested(21)}]}, None),
+        (block([nested(6)]), block([nested(7)]), None),
         (formatted(nested(4)), formatted(nested(5)), "response_format"),
         (formatted({"a": "x" * 80}), formatted({"a": "x" * 100}), "response_format"),
         ({"guided_json": nested(4)}, {"guided_json": nested(5)}, "guided_json"),
@@ -89,6 +102,11 @@ def depth(value: object) -> int:
 @given(value=JSON, levels=st.integers(0, 6))
 def test_levels_are_counted_right(value, levels):
     assert is_deeper(value, levels) == (depth(value) > levels)
+
+
+@given(value=JSON, levels=st.integers(0, 6))
+def test_nothing_is_counted_inside_of_what_is_left_out(value, levels):
+    assert is_deeper({"a": [value], "b": value}, levels, but=[value]) == (levels < 2)
 
 
 NAMES = ("messages", "input", "items", "n", "logprobs", "stop", "tools", "response_format", "text", "guided_json")

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reprise.app.errors import ApiError
-from reprise.app.http.content_encoding import decoder_of
+from reprise.app.http.content_encoding import MAX_MEMBERS, decoder_of
 from tests.app.fakes import FakeEngine, Running, in_process, make_settings
 
 BODY = json.dumps({"model": "test-model", "messages": [{"role": "user", "content": "Hello"}]}).encode()
@@ -19,7 +19,19 @@ def raw_deflate(data: bytes) -> bytes:
     return packer.compress(data) + packer.flush()
 
 
-PACKED = [("gzip", gzip.compress), ("GZip", gzip.compress), ("deflate", zlib.compress), ("deflate", raw_deflate)]
+def members(data: bytes) -> bytes:
+    """Several gzip members, one of them without a text."""
+    third = len(data) // 3
+    return b"".join(map(gzip.compress, (data[:third], b"", data[third : 2 * third], data[2 * third :])))
+
+
+PACKED = [
+    ("gzip", members),
+    ("gzip", gzip.compress),
+    ("GZip", gzip.compress),
+    ("deflate", zlib.compress),
+    ("deflate", raw_deflate),
+]
 
 
 async def post(running: Running, data: bytes, encoding: str):
@@ -50,7 +62,9 @@ async def test_a_body_that_becomes_too_long_is_refused(engine: FakeEngine, tmp_p
         ("gzip", BODY),
         ("gzip", gzip.compress(BODY, mtime=0)[:-9]),
         ("gzip", gzip.compress(BODY, mtime=0) + b"more"),
-        ("gzip", gzip.compress(BODY, mtime=0) + gzip.compress(BODY, mtime=0)),
+        ("gzip", gzip.compress(BODY, mtime=0) + gzip.compress(b"", mtime=0)[:-1]),
+        ("gzip", gzip.compress(BODY, mtime=0) + gzip.compress(b"", mtime=0) * MAX_MEMBERS),
+        ("deflate", zlib.compress(BODY[:9]) + zlib.compress(BODY[9:])),
         ("deflate", zlib.compress(BODY)[:-5]),
         ("deflate", b"\xff" * 50),
         ("gzip", b""),
@@ -66,7 +80,9 @@ async def test_a_damaged_body_is_a_400(running: Running, encoding, data):
 async def test_another_encoding_is_refused_with_those_that_are_read(running: Running, encoding):
     refused = await post(running, BODY, encoding)
     assert (refused.status_code, refused.headers["accept-encoding"]) == (415, "gzip, deflate")
-    assert refused.json()["error"]["code"] == "unsupported_content_encoding"
+    error = refused.json()["error"]
+    assert error["code"] == "unsupported_content_encoding"
+    assert error["message"] == f"Bodies may be compressed with gzip or deflate, not with '{encoding}'."
 
 
 @given(data=st.binary(max_size=2000), cuts=st.lists(st.integers(0, 2000), max_size=4), which=st.sampled_from(PACKED))

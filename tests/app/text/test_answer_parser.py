@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reprise.app.text.answer_parser import AnswerParser
-from reprise.app.text.answer_parts import AnswerParts, Wanted
+from reprise.app.text.answer_parts import AnswerParts, TextPiece, Wanted
 from reprise.app.text.families.table import FAMILIES
 from reprise.app.text.families.thoughts import THINK
 
@@ -25,8 +25,9 @@ def parser(style: str | None = "tags", *, parallel: bool = True, thinks: bool = 
 
 def read(parsing: AnswerParser, pieces: list[str]) -> tuple[str, str, list[tuple[str, str]]]:
     """Return what the pieces add up to; fail if the parser's own sums differ."""
-    content, reasoning, calls = "", "", []
+    content, reasoning, calls, written = "", "", [], AnswerParts()
     for parts in [*(parsing.push(piece) for piece in pieces), parsing.flush()]:
+        written.add(parts)
         content += parts.content
         reasoning += parts.reasoning
         for index, call, arguments in parts.calls:
@@ -36,6 +37,8 @@ def read(parsing: AnswerParser, pieces: list[str]) -> tuple[str, str, list[tuple
             calls[index][1] += arguments
     assert (parsing.content, parsing.reasoning) == (content, reasoning)
     assert [(call.name, call.arguments) for call in parsing.calls] == [tuple(call) for call in calls]
+    in_order = [piece if isinstance(piece, TextPiece) else piece.call for piece in written.pieces]
+    assert parsing.said == [one for one in in_order if one is not None]
     return content, reasoning, [(name, arguments) for name, arguments in calls]
 
 

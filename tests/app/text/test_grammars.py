@@ -7,11 +7,13 @@ from llguidance import LLMatcher, LLTokenizer
 
 from reprise.app.errors import ApiError
 from reprise.app.schemas.chat import ChatCompletionRequest
+from reprise.app.text import grammars
 from reprise.app.text.answer_form import NO_FORM, AnswerForm
 from reprise.app.text.families.detect import Found
 from reprise.app.text.families.lark import Lark
 from reprise.app.text.families.table import FAMILIES
 from reprise.app.text.grammars import grammar_of
+from reprise.engine.step.grammar import GrammarCompiler
 from tests.app.text.families.samples import SAMPLES, tokenizer_for, written
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
@@ -86,6 +88,31 @@ def tool(**parameters: Any) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("parameters", [{"type": ["object", "null"]}, {"type": "string"}, {"not": {}}])
 async def test_schemas_of_tools_are_not_judged_where_no_call_is_forced(parameters):
     assert await grammar_of(request(tools=tool(**parameters), tool_choice="auto"), NO_FORM) == ""
+
+
+def custom(syntax: str, definition: str) -> list[dict[str, Any]]:
+    form = {"type": "grammar", "syntax": syntax, "definition": definition}
+    return [{"type": "custom", "custom": {"name": "f", "format": form}}]
+
+
+@pytest.mark.parametrize(
+    ("syntax", "definition", "problem"),
+    [
+        ("regex", "(a", "unclosed group"),
+        ("regex", "a)(b", "unopened group"),
+        ("regex", "(?=a)b", "look-around"),
+        ("lark", "start: nothing", 'at 1(8): unknown name: "nothing"'),
+        ("lark", "x: /a/", "no start rule found"),
+        ("lark", "start: a\n" + "a: b\n" * 1024, "more than 1024 rules"),
+    ],
+)
+async def test_a_custom_tools_grammar_is_read_where_a_call_is_forced_alone(syntax, definition, problem):
+    assert await grammar_of(request(tools=custom(syntax, definition)), NO_FORM) == ""
+    with pytest.raises(ApiError) as error:
+        await grammar_of(request(tools=custom(syntax, definition), tool_choice="required"), NO_FORM)
+    assert (error.value.status, error.value.code, error.value.param) == (400, "invalid_schema", "tools")
+    assert f"the {syntax} grammar of 'f'" in error.value.message
+    assert problem in error.value.message
 
 
 async def test_rules_of_calls_are_written_in_another_thread_and_only_for_a_grammar(monkeypatch):
@@ -229,7 +256,7 @@ BY_SHAPE = ("qwen-coder", "lfm2", "gemma")  # tagged, Python's and quoted calls,
 @pytest.mark.parametrize("required", [[], ["p0"], [{}, None, "p0"]])
 @pytest.mark.parametrize("family", BY_SHAPE)
 async def test_a_tool_may_have_hundreds_of_properties(family, required):
-    listed = {f"p{n}": {"type": "integer"} for n in range(500)}
+    listed = {f"p{n}": {"type": "integer"} for n in range(480)}
     fields = {"tools": tool(type="object", properties=listed, required=required), "tool_choice": "required"}
     tokenizer = tokenizer_for(family)
     own = LLTokenizer(tokenizer._tokenizer.to_str(), eos_token=tokenizer.encode("<|im_end|>")[0])
@@ -240,7 +267,7 @@ async def test_a_tool_may_have_hundreds_of_properties(family, required):
         ids = tokenizer.encode(written(family, [("f", dict.fromkeys(names, 1))]))
         return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
 
-    assert accepts("p0", "p70", "p71", "p499")
+    assert accepts("p0", "p70", "p71", "p479")
     assert accepts("p0")
     assert accepts("p70") != bool(required)
     assert accepts() != bool(required)
@@ -248,9 +275,63 @@ async def test_a_tool_may_have_hundreds_of_properties(family, required):
     assert not accepts("p0", "p500")
 
 
+@pytest.mark.parametrize("family", ["hermes", "olmo", *BY_SHAPE])
+async def test_an_object_with_too_many_optional_properties_may_have_any(family, tmp_path):
+    """llguidance holds 2,000 items of a grammar at a time, and an optional property takes up to 4."""
+    tokenizer = tokenizer_for(family)
+    (tmp_path / "tokenizer.json").write_text(tokenizer._tokenizer.to_str())
+    end = tokenizer.encode("<|im_end|>")
+    compiler = GrammarCompiler(
+        tokenizer=tmp_path / "tokenizer.json", vocab_size=tokenizer._tokenizer.get_vocab_size(), end_ids=tuple(end)
+    )
+
+    async def accepts(count: int, *names: str) -> bool:
+        listed = {f"p{n}": {"type": "integer"} for n in range(count)}
+        fields = {"tools": tool(type="object", properties=listed), "tool_choice": "required"}
+        constraint = compiler.compile(await grammar_of(request(**fields), tokenizer.form))
+        for token_id in tokenizer.encode(written(family, [("f", dict.fromkeys(names, 1))])):
+            if not constraint.allowed(tokenizer._tokenizer.get_vocab_size())[token_id]:
+                return False
+            constraint.accept(token_id)
+        return not constraint.is_failed
+
+    assert await accepts(grammars.MAX_OPTIONAL, "p0", "p479")
+    assert not await accepts(grammars.MAX_OPTIONAL, "p479", "p0")
+    assert await accepts(grammars.MAX_OPTIONAL + 1, "p479", "p0")
+    assert await accepts(3000, "p0", "p2999")
+
+
+LARGE = {"type": "object", "properties": {f"p{n}": {"type": "integer"} for n in range(481)}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [{"type": "function", "function": {"name": "f", "strict": True, "parameters": LARGE}}],
+          "tool_choice": "required"}, "tools"),
+        (schema({"type": "object", "properties": {"deep": {"type": "array", "items": LARGE}}}), "response_format"),
+        ({"guided_json": {"$ref": "#/$defs/L", "$defs": {"L": LARGE}}}, "guided_json"),
+    ],
+)  # fmt: skip
+async def test_what_is_to_be_followed_strictly_has_a_bound_of_optional_properties(fields, param):
+    with pytest.raises(ApiError, match="more than 480 optional properties") as error:
+        await grammar_of(request(**fields), NO_FORM)
+    assert (error.value.status, error.value.param) == (400, param)
+
+
+async def test_a_lenient_answer_keeps_to_what_is_left_of_a_schema(tokenizer):
+    asked = {"type": "object", "properties": {"many": LARGE, "a": {"type": "integer"}}, "required": ["many"]}
+    grammar = await grammar_of(request(**schema(asked, strict=False)), NO_FORM)
+    assert takes(grammar, tokenizer, '{"many": {"p7": "x"}, "a": 1}')
+    assert not takes(grammar, tokenizer, '{"many": [], "a": 1}')
+    assert not takes(grammar, tokenizer, '{"many": {}, "a": "x"}')
+    assert len(LARGE["properties"]) == 481, "the request's schema is not changed"
+
+
 @pytest.mark.parametrize("family", BY_SHAPE)
-async def test_a_grammar_grows_with_the_number_of_properties(family):
+async def test_a_grammar_grows_with_the_number_of_properties(family, monkeypatch):
     """Four times as many properties need about four times as many rules, of which none is much longer."""
+    monkeypatch.setattr(grammars, "MAX_OPTIONAL", 4000)
     sizes = []
     for count in (1000, 4000):
         parameters = {"type": "object", "properties": {f"p{n}": {"type": "integer"} for n in range(count)}}
@@ -274,6 +355,7 @@ async def test_definitions_are_given_to_the_properties_that_need_them():
 @pytest.mark.parametrize("family", BY_SHAPE)
 async def test_no_more_rules_are_written_once_they_are_too_large(family, monkeypatch):
     """3,000 properties with a different schema of 100 KB each would be 300 MB."""
+    monkeypatch.setattr(grammars, "MAX_OPTIONAL", 3000)
     values = {"type": "object", "enum": ["x" * 100_000]}
     listed = {f"p{n}": {**values, "title": str(n), "required": ["a"]} for n in range(3000)}
     sizes = []

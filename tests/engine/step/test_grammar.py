@@ -107,6 +107,20 @@ def test_what_cannot_be_compiled_is_refused(path: Path, grammar: str) -> None:
     assert str(error.value)
 
 
+def test_a_grammar_too_costly_where_its_first_choice_comes_is_refused(path: Path) -> None:
+    """The answer would have begun by then: all up to the pattern is forced."""
+    costly = {"type": "string", "pattern": "^(a?){3000}a{3000}$"}
+    grammar = LLMatcher.grammar_from_lark('start: "a call: " %json ' + json.dumps(costly))
+    with pytest.raises(BadGrammar, match="too costly"):
+        compiler(path).compile(grammar)
+    cheap = LLMatcher.grammar_from_lark(
+        'start: "a call: " %json ' + json.dumps({"type": "string", "pattern": "^a{3}$"})
+    )
+    constraint = compiler(path).compile(cheap)
+    assert constraint.allowed(VOCAB).any()
+    assert not constraint.is_stopped
+
+
 def test_a_model_without_a_tokenizer_takes_no_grammars(tmp_path: Path) -> None:
     with pytest.raises(BadGrammar, match="tokenizer"):
         compiler(tmp_path).compile(schema_grammar({"type": "boolean"}))
@@ -169,6 +183,32 @@ def test_answers_are_valid_and_end_by_themselves(driver: Driver, path: Path, ask
     assert len(value["name"]) <= 5
     assert 0 <= value["age"] <= 99
     assert answer.finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("rule", "expected"),
+    [
+        ('%json {"const": "a<|im_end|>b"}', '"a<|im_end|>b"'),
+        ('%json {"enum": ["<|im_start|>"]}', '"<|im_start|>"'),
+        ('"x<|im_end|>" /y<\\|im_end\\|>z/', "x<|im_end|>y<|im_end|>z"),
+        ('%json {"type": "object", "properties": {"<|im_end|>": {"const": 1}}, "required": ["<|im_end|>"],'
+         '"x-guidance": {"whitespace_flexible": false}}',
+         '{"<|im_end|>":1}'),
+    ],
+)  # fmt: skip
+def test_the_text_of_a_special_token_is_spelt_by_plain_ones(
+    driver: Driver, path: Path, rule: str, expected: str
+) -> None:
+    answer = driver.ask("a", random_ids(40, 1), grammar=LLMatcher.grammar_from_lark(f"start: {rule}"), max_tokens=120)
+    assert answer.finish_reason == "stop"
+    assert "".join(text_of(path, answer.token_ids).split()) == expected
+
+
+def test_a_special_token_in_a_grammar_is_one_all_the_same(driver: Driver) -> None:
+    lark = '%llguidance {"no_forcing": false}\nstart: "a" <[1]> "b" <|im_start|>'
+    for one in (lark, lark.partition("\n")[2]):
+        answer = driver.ask(one, random_ids(40, 1), grammar=LLMatcher.grammar_from_lark(one), max_tokens=20)
+        assert (answer.finish_reason, answer.token_ids.count(1)) == ("stop", 2)
 
 
 def test_choices_have_states_of_their_own(driver: Driver, path: Path) -> None:

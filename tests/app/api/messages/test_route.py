@@ -151,6 +151,42 @@ async def test_arguments_too_deep_to_read_are_no_error(running: Running):
     assert (await ask(running, history, tools=TOOLS)).status_code == 200
 
 
+def nested_call(levels: int) -> str:
+    value = '{"a": ' * (levels - 1) + "{}" + "}" * (levels - 1)
+    return f'<tool_call>\n{{"name": "add", "arguments": {value}}}\n</tool_call>'
+
+
+@pytest.mark.parametrize("levels", [58, 64, 128])
+async def test_what_a_model_nests_can_come_back(running: Running, levels: int):
+    running.engine.script.answer = nested_call(levels)
+    whole = (await ask(running, tools=TOOLS, max_tokens=2000)).json()["content"]
+    said = events((await ask(running, tools=TOOLS, max_tokens=2000, stream=True)).text)
+    deltas = [event["delta"]["partial_json"] for event in said if event["type"] == "content_block_delta"]
+    (called,) = whole
+    assert called["input"] == json.loads("".join(deltas))
+    history = [*HELLO, {"role": "assistant", "content": whole}, *HELLO]
+    assert (await ask(running, history, tools=TOOLS)).status_code == 200
+    function = {"name": "add", "arguments": called["input"]}
+    calls = [{"id": called["id"], "type": "function", "function": function}]
+    messages = [*HELLO, {"role": "assistant", "content": None, "tool_calls": calls}, *HELLO]
+    assert (await running.chat(messages=messages)).status_code == 200
+    items = [{"type": "function_call", "call_id": "c", **function}, *HELLO]
+    assert (await running.http.post("/v1/responses", json={"input": items})).status_code == 200
+
+
+async def test_what_could_not_come_back_is_an_error_of_the_stream(running: Running):
+    running.engine.script.answer = nested_call(129)
+    last = events((await ask(running, tools=TOOLS, max_tokens=2000, stream=True)).text)[-1]
+    assert (last["type"], "128 levels" in last["error"]["message"]) == ("error", True)
+    (called,) = whole = (await ask(running, tools=TOOLS, max_tokens=2000)).json()["content"]
+    assert called["input"] == {}
+    history = [*HELLO, {"role": "assistant", "content": whole}, *HELLO]
+    assert (await ask(running, history, tools=TOOLS)).status_code == 200
+    called["input"] = json.loads(nested_call(129).split('"arguments": ')[1].removesuffix("}\n</tool_call>"))
+    refused = await ask(running, history, tools=TOOLS)
+    assert (refused.status_code, "128 levels" in refused.json()["error"]["message"]) == (400, True)
+
+
 async def test_the_stream(running: Running):
     running.engine.script.answer = f"Well. {CALL}"
     said = events((await ask(running, tools=TOOLS, stream=True)).text)
@@ -341,3 +377,35 @@ async def test_thinking_is_turned_off(tmp_path: Path, fields, thinks):
         response = await ask(running, **fields)
         assert (response.status_code, "warning" in response.headers) == (200, False)
         assert prompt_of(running).endswith("<think>\n\n</think>\n\n") is not thinks
+
+
+async def test_a_whole_answer_has_the_order_in_which_it_was_written(tmp_path: Path):
+    engine = FakeEngine(directory=write_tokenizer(tmp_path / "model", template=THINKING_TEMPLATE))
+    second = CALL.replace('"a": 1', '"a": 2')
+    engine.script.answer = f"<think>\nHm.\n</think>\n\nWell. {CALL} So: {second}{CALL} Done."
+    async with in_process(engine, make_settings(tmp_path, cache={"truncation": "auto"})) as running:
+        whole = (await ask(running, tools=TOOLS, max_tokens=400)).json()["content"]
+        said = events((await ask(running, tools=TOOLS, max_tokens=400, stream=True)).text)
+        streamed: list[dict[str, Any]] = []
+        for event in said:
+            if event["type"] == "content_block_start":
+                streamed.append({**event["content_block"], "json": ""})
+            elif event["type"] == "content_block_delta":
+                for kind in ("text", "thinking", "signature"):
+                    streamed[-1][kind] = streamed[-1].get(kind, "") + event["delta"].get(kind, "")
+                streamed[-1]["json"] += event["delta"].get("partial_json", "")
+        shown = [(block["type"], block.get("text") or block.get("thinking") or block.get("input")) for block in whole]
+        assert shown == [
+            ("thinking", "Hm."), ("text", "Well."), ("tool_use", {"a": 1}), ("text", " So:"), ("tool_use", {"a": 2}),
+            ("tool_use", {"a": 1}), ("text", " Done."),
+        ]  # fmt: skip
+        assert shown == [
+            (block["type"], block["text"] or block["thinking"] or json.loads(block["json"])) for block in streamed
+        ]
+        calls = [block["id"] for block in whole if block["type"] == "tool_use"]
+        results = [{"type": "tool_result", "tool_use_id": call, "content": "3"} for call in calls]
+        history = [*HELLO, {"role": "assistant", "content": whole}, {"role": "user", "content": results}]
+        await ask(running, history, tools=TOOLS)
+        before, after = engine.submitted[0].token_ids, engine.submitted[-1].token_ids
+        generated = engine.tokenizer.encode(engine.script.answer).ids
+        assert after[: len(before) + len(generated)] == before + generated  # the very ids
