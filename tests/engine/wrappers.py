@@ -49,7 +49,7 @@ _VISION: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Wrapper:
-    """Entries that a wrapper's type adds to the common ones, in the config of its text, of its vision, and in its own."""
+    """Entries that a wrapper's type adds to the common ones: in the config of its text, of its vision, and its own."""
 
     text: dict[str, Any] = field(default_factory=dict)
     vision: dict[str, Any] | None = field(default_factory=dict)
