@@ -7,7 +7,7 @@ from torch import nn
 
 from reprise.engine.gguf.reader import GgufRefused
 from reprise.engine.model.hf_model import prepare
-from reprise.engine.model.loading import ModelRefused, check_safetensors, load_model, read_config
+from reprise.engine.model.loading import ModelRefused, check_safetensors, load_model, read_config, text_of
 from reprise.engine.packed import directory as packed_directory
 from reprise.engine.packed.directory import DamagedDirectory, is_packed
 
@@ -48,7 +48,7 @@ def _fetched(model: str) -> Path:
         except Exception as error:
             raise ModelRefused(f"{model} could not be fetched from the hub: {error}") from error
 
-    read_config(fetch(*_DESCRIPTIONS))
+    text_of(read_config(fetch(*_DESCRIPTIONS)))
     return fetch(*_DESCRIPTIONS, "*.safetensors")
 
 
