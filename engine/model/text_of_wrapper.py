@@ -64,6 +64,7 @@ def text_model_of(config: Any) -> TextModel:
             return TextModel(kind, config.get_text_config())
         if not set(config.sub_configs) - {_TEXT_CONFIG}:
             return TextModel(kind, config)
+    is_causal = kind is not None
     kind = kind or _class_in(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, config)
     if kind is None:
         raise NoTextModel(
@@ -78,16 +79,20 @@ def text_model_of(config: Any) -> TextModel:
         return TextModel(plain, text)
     except Exception as error:
         raise NoTextModel(f"{kind.__name__} cannot be made from its configuration: {_first_line(error)}") from error
-    towers = _towers(model)
+    try:
+        towers = _towers(model)
+    except NoTextModel:
+        if not is_causal:
+            raise
+        towers = ()  # a language model that cannot run without numbers: the load-time probe will judge it
     return TextModel(_without(kind, towers), config, towers) if towers else TextModel(kind, config)
 
 
 def on_meta(text: TextModel, dtype: torch.dtype = torch.bfloat16) -> Any:
     """Return the model in eval mode without memory for its weights, on the meta device, as transformers makes it before
-    it loads weights. Its attention returns shapes only. Leaves the configuration as it is."""
+    it loads weights. Leaves the configuration as it is."""
     config = copy.deepcopy(text.config)
-    AttentionInterface.register(_SHAPE_ONLY, _shapes)
-    config._attn_implementation = _SHAPE_ONLY
+    config._attn_implementation = "eager"
     with contextlib.ExitStack() as contexts:
         for context in text.kind.get_init_context(dtype, False, False, None):
             contexts.enter_context(context)
@@ -128,24 +133,33 @@ def _towers(model: nn.Module) -> tuple[str, ...]:
 
 @torch.no_grad()
 def _ran(model: nn.Module) -> tuple[set[nn.Module], list[nn.Module]]:
-    """Run a short text. Returns all modules that were called, and those that called attention. Raises NoTextModel."""
+    """Run a short text. Returns all modules that were called, and those that called attention. Experts that look at
+    numbers end the run early: then what comes before the language model has been seen, and after it comes the head
+    alone. Raises NoTextModel."""
     called: set[nn.Module] = set()
     attending: list[nn.Module] = []
 
-    def listening(module: nn.Module, *args: Any, **keywords: Any) -> tuple[Tensor, None]:
+    def attend(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **_: Any
+    ) -> tuple[Tensor, None]:
+        """Return what attention would, without numbers."""
         attending.append(module)
-        return _shapes(module, *args, **keywords)
+        batch, heads, rows, _dim = query.shape
+        return query.new_empty(batch, rows, heads, value.shape[-1]), None
 
     handles = [m.register_forward_pre_hook(lambda module, _: called.add(module)) for m in model.modules()]
     ids = torch.zeros(1, _TEXT_TOKENS, dtype=torch.int64, device="meta")
     positions = torch.arange(_TEXT_TOKENS, device="meta")[None]
     try:
-        AttentionInterface.register(_SHAPE_ONLY, listening)
+        AttentionInterface.register(_SHAPE_ONLY, attend)
+        config: Any = model.config
+        config._attn_implementation = _SHAPE_ONLY  # transformers builds no mask for an attention of this name
         model(input_ids=ids, position_ids=positions, use_cache=False)
     except Exception as error:
-        raise NoTextModel(f"{type(model).__name__} cannot run text alone: {_first_line(error)}") from error
+        if not attending:
+            raise NoTextModel(f"{type(model).__name__} cannot run text alone: {_first_line(error)}") from error
+        called.add(model.get_output_embeddings())  # type: ignore[operator]
     finally:
-        AttentionInterface.register(_SHAPE_ONLY, _shapes)
         for handle in handles:
             handle.remove()
     return called, attending
@@ -160,14 +174,6 @@ def _language_model(names: Mapping[nn.Module, str], attending: list[nn.Module]) 
             break
         common.append(steps[0])
     return common[:-1]  # the last step is the list itself
-
-
-def _shapes(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **_: Any
-) -> tuple[Tensor, None]:
-    """Return what attention would, without numbers. transformers builds no mask for an attention of this name."""
-    batch, heads, rows, _dim = query.shape
-    return query.new_empty(batch, rows, heads, value.shape[-1]), None
 
 
 def _without(kind: type[Any], towers: tuple[str, ...]) -> type[Any]:

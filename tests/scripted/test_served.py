@@ -47,7 +47,7 @@ class Agent:
     url: str
     dialect: str
     history: list[dict[str, Any]] = field(default_factory=list)
-    result: Any = "done"  # of every call of the Messages dialect
+    result: Any = "done"  # content of every result, in Messages
 
     @property
     def system(self) -> str:
