@@ -11,7 +11,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 from tests.engine.models import VOCAB, WINDOW, randomise
 
 IMAGE_ID = VOCAB - 9
-_IDS = {
+IDS = {
     "image_token_id": IMAGE_ID,
     "image_token_index": IMAGE_ID,
     "video_token_id": IMAGE_ID + 1,
@@ -19,7 +19,7 @@ _IDS = {
     "vision_end_token_id": IMAGE_ID + 3,
     "audio_token_id": IMAGE_ID + 4,
 }
-_TEXT: dict[str, Any] = {
+TEXT: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -32,7 +32,7 @@ _TEXT: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-_VISION: dict[str, Any] = {
+VISION: dict[str, Any] = {
     "hidden_size": 32,
     "embed_dim": 32,
     "depth": 2,
@@ -150,9 +150,9 @@ REFUSED: dict[str, tuple[Wrapper, str]] = {
 
 
 def wrapper_config(model_type: str, wrapper: Wrapper) -> Any:
-    given: dict[str, Any] = {**_IDS, **wrapper.own, "text_config": {**_TEXT, **wrapper.text}}
+    given: dict[str, Any] = {**IDS, **wrapper.own, "text_config": {**TEXT, **wrapper.text}}
     if wrapper.vision is not None:
-        given["vision_config"] = {**_VISION, **wrapper.vision}
+        given["vision_config"] = {**VISION, **wrapper.vision}
     return AutoConfig.for_model(model_type, **given)
 
 

@@ -13,6 +13,7 @@ from transformers import AutoConfig
 from reprise.engine.model.loading import ModelRefused, load_model, read_config
 from reprise.engine.model.text_of_wrapper import NoTextModel, media_token_ids, text_model_of
 from tests.engine.driver import Driver
+from tests.engine.model_zoo import tiny_config
 from tests.engine.models import CPU, WINDOW, random_ids, save_tiny, tiny_model, vanilla_logits
 from tests.engine.paged import PLACES, Pool, optimise, serve
 from tests.engine.wrappers import IMAGE_ID, REFUSED, SERVED, save_wrapper, wrapper_config
@@ -148,6 +149,19 @@ def test_a_wrapper_whose_tower_wants_another_package_is_loaded_as_its_text(tmp_p
     assert type(model).__name__ == "Gemma3nForCausalLM"
     ids = random_ids(60, seed=4)
     assert error(logits_of(model, ids), vanilla_logits(text, ids)) < 1e-5
+
+
+def test_experts_that_look_at_numbers_hide_no_towers() -> None:
+    """Those of Step 3.7 end the run on the meta device, before its head is called."""
+    found = text_model_of(tiny_config("step3p7"))
+    assert found.towers
+    assert not [tower for tower in found.towers if "head" in tower or "language_model" in tower]
+
+
+@pytest.mark.parametrize("model_type", ["dbrx", "mpt"])
+def test_parts_of_a_configuration_that_are_no_towers_hold_nothing_up(model_type: str) -> None:
+    """MPT cannot run on the meta device at all, which is for the probe to judge."""
+    assert text_model_of(tiny_config(model_type)).towers == ()
 
 
 @pytest.mark.parametrize("model_type", ["vit", "clip", "siglip"])
