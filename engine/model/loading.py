@@ -71,12 +71,14 @@ def check_safetensors(path: Path) -> None:
 
 def read_config(path: Path) -> Any:
     """Return the configuration of the model in a directory. Raises ModelRefused for a model that is not served."""
-    config = _config_of(path)
+    config = load_config(path)
     _check_config(config)
     return config
 
 
-def _config_of(path: Path) -> Any:
+def load_config(path: Path) -> Any:
+    """Return the configuration of the model in a directory, also of one that is not served. Raises ModelRefused if
+    transformers has none."""
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=False)
     except Exception as error:
@@ -102,7 +104,7 @@ def _check_config(config: Any) -> None:
 
 def check_split(path: Path, num_ranks: int) -> None:
     """Raise ModelRefused if the heads of the model in a directory cannot be divided evenly among the ranks."""
-    text = _config_of(path).get_text_config()
+    text = load_config(path).get_text_config()
     heads = {"attention": text.num_attention_heads}
     heads["KV"] = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     for kind, count in heads.items():

@@ -13,15 +13,14 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor, nn
-from transformers import AttentionInterface
+from torch import nn
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
 )
 
-_SHAPE_ONLY = "reprise_shape_only"
-_TEXT_TOKENS = 4
+from reprise.engine.model.shape_run import run_shapes
+
 _TEXT_CONFIG = "text_config"
 _MEDIA = ("image", "video", "audio", "vision", "boi_", "eoi_", "boa_", "eoa_")
 _IDS = ("_token_id", "_token_index", "_token_ids")
@@ -118,7 +117,15 @@ def _is_id(value: Any) -> bool:
 def _towers(model: nn.Module) -> tuple[str, ...]:
     """Return the names of the largest modules with weights that stand beside the language model and that text never
     calls. Raises NoTextModel if the model cannot run text alone."""
-    called, attending = _ran(model)
+    ran = run_shapes(model)
+    if ran.error is not None and not ran.attended:
+        raise NoTextModel(f"{type(model).__name__} cannot run text alone: {_first_line(ran.error)}") from ran.error
+    called = ran.called
+    if ran.error is not None:
+        # Experts that look at numbers have ended the run: what comes before the language model has been seen, and
+        # after it comes the head alone.
+        called.add(model.get_output_embeddings())  # type: ignore[operator]
+    attending = [call.module for call in ran.attended]
     path = _language_model({module: name for name, module in model.named_modules()}, attending)
     towers: list[str] = []
     parent, prefix = model, ""
@@ -129,40 +136,6 @@ def _towers(model: nn.Module) -> tuple[str, ...]:
                 towers.append(f"{prefix}{name}")
         parent, prefix = getattr(parent, step), f"{prefix}{step}."
     return tuple(towers)
-
-
-@torch.no_grad()
-def _ran(model: nn.Module) -> tuple[set[nn.Module], list[nn.Module]]:
-    """Run a short text. Returns all modules that were called, and those that called attention. Experts that look at
-    numbers end the run early: then what comes before the language model has been seen, and after it comes the head
-    alone. Raises NoTextModel."""
-    called: set[nn.Module] = set()
-    attending: list[nn.Module] = []
-
-    def attend(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **_: Any
-    ) -> tuple[Tensor, None]:
-        """Return what attention would, without numbers."""
-        attending.append(module)
-        batch, heads, rows, _dim = query.shape
-        return query.new_empty(batch, rows, heads, value.shape[-1]), None
-
-    handles = [m.register_forward_pre_hook(lambda module, _: called.add(module)) for m in model.modules()]
-    ids = torch.zeros(1, _TEXT_TOKENS, dtype=torch.int64, device="meta")
-    positions = torch.arange(_TEXT_TOKENS, device="meta")[None]
-    try:
-        AttentionInterface.register(_SHAPE_ONLY, attend)
-        config: Any = model.config
-        config._attn_implementation = _SHAPE_ONLY  # transformers builds no mask for an attention of this name
-        model(input_ids=ids, position_ids=positions, use_cache=False)
-    except Exception as error:
-        if not attending:
-            raise NoTextModel(f"{type(model).__name__} cannot run text alone: {_first_line(error)}") from error
-        called.add(model.get_output_embeddings())  # type: ignore[operator]
-    finally:
-        for handle in handles:
-            handle.remove()
-    return called, attending
 
 
 def _language_model(names: Mapping[nn.Module, str], attending: list[nn.Module]) -> list[str]:

@@ -152,7 +152,7 @@ def test_a_wrapper_whose_tower_wants_another_package_is_loaded_as_its_text(tmp_p
 
 
 def test_experts_that_look_at_numbers_hide_no_towers() -> None:
-    """Those of Step 3.7 end the run on the meta device, before its head is called."""
+    """The experts of Step 3.7 end the run on the meta device, before its head is called."""
     found = text_model_of(tiny_config("step3p7"))
     assert found.towers
     assert not [tower for tower in found.towers if "head" in tower or "language_model" in tower]
