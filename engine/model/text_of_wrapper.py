@@ -7,6 +7,7 @@ nor reads them. Names of weights, tied weights and positions stay transformers' 
 
 import contextlib
 import copy
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -150,7 +151,9 @@ def _language_model(names: Mapping[nn.Module, str], attending: list[nn.Module]) 
 
 
 def _without(kind: type[Any], towers: tuple[str, ...]) -> type[Any]:
-    """Return a subclass of the same name that has None in the place of each tower."""
+    """Return a subclass of the same name that has None in the place of each tower, and of whose weights in checkpoints
+    transformers does not warn."""
+    expected = [*(kind._keys_to_ignore_on_load_unexpected or ()), *(rf"^{re.escape(tower)}\." for tower in towers)]
 
     def init(self: Any, config: Any) -> None:
         kind.__init__(self, config)
@@ -158,7 +161,8 @@ def _without(kind: type[Any], towers: tuple[str, ...]) -> type[Any]:
             path, _, leaf = tower.rpartition(".")
             setattr(self.get_submodule(path), leaf, None)
 
-    return type(kind.__name__, (kind,), {"__init__": init, "__module__": kind.__module__})
+    own = {"__init__": init, "__module__": kind.__module__, "_keys_to_ignore_on_load_unexpected": expected}
+    return type(kind.__name__, (kind,), own)
 
 
 def _class_in(mapping: Any, config: Any) -> type[Any] | None:

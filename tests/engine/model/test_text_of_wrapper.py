@@ -81,6 +81,15 @@ def test_the_text_of_a_wrapper_is_served_without_its_towers(
     assert error(logits_of(model, ids), vanilla_logits(whole, ids)) < 1e-5
 
 
+@pytest.mark.parametrize("model_type", ["qwen3_vl", "llava", "idefics3"])
+def test_transformers_does_not_warn_of_the_weights_of_towers(model_type: str, tmp_path: Path) -> None:
+    """It lists weights for which a model has no place, hundreds of lines for a real tower."""
+    save_wrapper(tmp_path, model_type)
+    text = text_model_of(read_config(tmp_path))
+    _, report = text.kind.from_pretrained(tmp_path, config=text.config, output_loading_info=True)
+    assert not report["unexpected_keys"]
+
+
 def test_the_modules_that_make_a_wrapper_fast_leave_its_logits_as_they_are(tmp_path: Path) -> None:
     whole = save_wrapper(tmp_path, "gemma3")
     served = serve(load_model(tmp_path, torch.float32, CPU))
