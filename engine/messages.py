@@ -179,6 +179,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_context: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
+    media_token_ids: tuple[int, ...] = ()  # stand for images, videos and sounds, which the text model cannot read
     logit_error: float  # relative RMS error of our logits against the model's own attention in fp32
     logit_tolerance: float  # up to which that counts as rounding: from the model's own in this dtype
     exact: bool  # proven at load: a row's bits depend on its own tokens alone, however it is batched and cut

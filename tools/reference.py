@@ -1,4 +1,4 @@
-"""Write the tables of docs/api.md and docs/settings.md from the code: `python -m tools.reference`.
+"""Write the tables of docs/api.md, docs/settings.md and docs/models.md from the code: `python -m tools.reference`.
 
 A page holds its tables between two comments, `<!-- generated: NAME ARGUMENT -->` and `<!-- end -->`; all else there is
 written by hand. tests/test_docs.py fails when a table is not what the code says.
@@ -15,9 +15,10 @@ from pydantic.fields import FieldInfo
 from reprise.app.api.openapi import describe
 from reprise.app.settings.help import SECTIONS, choices, default
 from reprise.app.settings.sources import known_settings
+from reprise.engine.model.known_types import KNOWN_TYPES, Service
 
 DOCS = Path(__file__).parent.parent / "docs"
-PAGES = (DOCS / "api.md", DOCS / "settings.md")
+PAGES = (DOCS / "api.md", DOCS / "settings.md", DOCS / "models.md")
 BLOCK = re.compile(r"(<!-- generated: ([a-z]+) ?([\w ]*?) -->\n).*?(<!-- end -->)", re.DOTALL)
 PREFIX = "#/components/schemas/"
 MAX_BOUND = 1e9  # a larger bound tells nobody anything
@@ -32,8 +33,26 @@ def with_tables(page: str) -> str:
         "operations": lambda _: operations(document["paths"]),
         "fields": lambda name: fields(name, document["components"]["schemas"]),
         "settings": lambda _: settings(),
+        "types": lambda _: types(),
     }
     return BLOCK.sub(lambda found: f"{found[1]}\n{tables[found[2]](found[3])}\n\n{found[4]}", page)
+
+
+def types() -> str:
+    """List the known types of models: first those that are served, then the others by why they are not."""
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for name, known in KNOWN_TYPES.items():
+        if known.service is Service.REFUSED:
+            row = ("refused", f"{known.reason}.", known.instead)
+        elif known.service is Service.NOT_TRIED:
+            row = ("not tried", "no small model of it could be made", "")
+        else:
+            moves = "" if known.is_movable else "; a cut computes the history again"
+            how = "yes" if known.service is Service.PLAIN else "yes, as the language model in it"
+            row = ("served", f"{how}{moves}", "")
+        rows.setdefault(row, []).append(f"`{name}`")
+    lines = [(served, " ".join(filter(None, said)), ", ".join(names)) for (served, *said), names in rows.items()]
+    return _table(("", "how, or why not", "`model_type`"), lines)
 
 
 def operations(paths: dict[str, dict[str, Any]]) -> str:

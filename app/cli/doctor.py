@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from rich.table import Table
 from reprise.app.cli.clients.table import word_on_agents
 from reprise.app.cli.expected_sizes import ITEMSIZE, Expected, expected_sizes, model_shape, weights_by_place
 from reprise.app.cli.finding import Finding, Level
+from reprise.app.cli.model_findings import DescribedModel, look_at_described
 from reprise.app.cli.redis_findings import look_at_redis
 from reprise.app.settings.settings import GIB, MIB, Settings
 from reprise.app.state_dir import weakness
@@ -79,11 +81,14 @@ def examine(
     probe: Callable[[], dict[str, Any]] | None = None,
     *,
     used_by: Callable[[Path], str | None] = lambda directory: None,
+    describe: Callable[[str], DescribedModel] | None = None,
 ) -> list[Finding]:
     """Return all findings, in the order in which to fix them. `probe` examines the libraries; `used_by` names the
-    server that uses a state directory."""
+    server that uses a state directory; `describe` tells what is known of a model before it is loaded, None to ask
+    nothing."""
     libraries, has = (probe or probe_libraries)(), memory()
-    expected = _expected(settings, has, libraries)
+    model = None if describe is None else describe(source_of(settings.model.source))
+    expected = _expected(settings, has, libraries, model)
     return [
         *_python(),
         *_torch(libraries, settings),
@@ -92,6 +97,7 @@ def examine(
         *_processor(settings),
         *_memory(settings, has, expected),
         *look_at_model(settings),
+        *_described(settings, has, libraries, model, expected),
         *_window(expected),
         *_state(settings, expected, used_by),
         *look_at_redis(settings),
@@ -257,14 +263,34 @@ def _bytes(gib: float | str) -> float:
     return gib * GIB if isinstance(gib, float) else 0.0
 
 
-def _expected(settings: Settings, has: Memory, libraries: dict[str, Any]) -> Expected | None:
-    """Return what a server would need; None if the model is not on this machine or its configuration is unusual."""
-    devices = [] if settings.engine.device == "cpu" else libraries.get("devices", [])
+def _devices(settings: Settings, libraries: dict[str, Any]) -> list[dict[str, Any]]:
+    return [] if settings.engine.device == "cpu" else libraries.get("devices", [])
+
+
+def _described(
+    settings: Settings, has: Memory, libraries: dict[str, Any], model: DescribedModel | None, expected: Expected | None
+) -> Iterator[Finding]:
+    if model is not None:
+        devices = _devices(settings, libraries)
+        room = int(devices[0]["gib"] * GIB) if devices and settings.weights.offload == "none" else has.total
+        yield from look_at_described(model, expected, settings.model.weights, room)
+
+
+def _expected(
+    settings: Settings, has: Memory, libraries: dict[str, Any], described: DescribedModel | None
+) -> Expected | None:
+    """Return what a server would need; None if the model is not on this machine or its configuration is unusual, and it
+    was not described."""
+    devices = _devices(settings, libraries)
     automatic = "bfloat16" if devices or "avx512_bf16" in _cpu_flags() else "float32"
     itemsize = ITEMSIZE[automatic if settings.model.dtype == "auto" else settings.model.dtype]
     directory = Path(source_of(settings.model.source)).expanduser()
     model, hbm_dtype = settings.model, settings.cache.hbm_dtype
-    shape = model_shape(directory, itemsize, model.max_context, model.weights, hbm_dtype)
+    shape = None if described is None else described.shape(itemsize, model.max_context, model.weights, hbm_dtype)
+    in_files = model_shape(directory, itemsize, model.max_context, model.weights, hbm_dtype)
+    if shape is not None and in_files is not None:  # towers are in files only, and files may be packed
+        shape = replace(shape, weights=min(shape.weights, in_files.weights))
+    shape = shape or in_files
     if shape is None:
         return None
     return expected_sizes(settings, shape, has, int(devices[0]["gib"] * GIB) if devices else None)

@@ -73,6 +73,13 @@ def weights_by_place(settings: Settings, shape: ModelShape) -> tuple[int, int]:
     return shape.weights - in_dram + (WEIGHT_BUFFERS * shape.layer_weights if passing else 0), in_dram
 
 
+def packed_bytes(tables: int, layers: int, weights: str, itemsize: int) -> tuple[int, int]:
+    """Return the bytes of the numbers in embeddings and heads, and of those in layers. weights: see model.weights;
+    itemsize: bytes of a number that is not packed."""
+    of_tables, of_layers = _PACKED_BITS.get(weights, (8 * itemsize, 8 * itemsize))
+    return int(tables * of_tables / 8), int(layers * of_layers / 8)
+
+
 def _disk_room(settings: Settings) -> int:
     try:
         return disk_room(settings.state_dir, int(settings.cache.disk_min_free_gib * GIB))
@@ -101,11 +108,11 @@ def model_shape(
         unpacked = files * itemsize // stored
         tables = 1 if config.get("tie_word_embeddings") else 2  # embedding and head
         table_bytes = tables * text.get("vocab_size", 0) * text.get("hidden_size", 0) * itemsize
-        in_layers = max(0, unpacked - table_bytes)
-        tables_packed, layers_packed = _PACKED_BITS.get(weights, (8 * itemsize, 8 * itemsize))
-        in_layers = int(in_layers * layers_packed / (8 * itemsize))
+        in_tables, in_layers = packed_bytes(
+            min(table_bytes, unpacked) // itemsize, max(0, unpacked - table_bytes) // itemsize, weights, itemsize
+        )
         return ModelShape(
-            weights=in_layers + int(min(table_bytes, unpacked) * tables_packed / (8 * itemsize)),
+            weights=in_layers + in_tables,
             kv_bytes_per_token=int(rows * head_dim * itemsize),
             hbm_bytes_per_token=int(rows * in_hbm),
             window_tokens=min(window, max_context or window),

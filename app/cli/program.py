@@ -20,6 +20,7 @@ from reprise.app.cli import fleet_command as fleet_cli
 from reprise.app.cli import keys_command as keys_cli
 from reprise.app.cli.clients.table import word_on_agents
 from reprise.app.cli.finding import Level
+from reprise.app.cli.model_findings import describe
 from reprise.app.cli.ready_panel import panel
 from reprise.app.cli.session_findings import look_at_session
 from reprise.app.conversations.redis_store import RedisStoreUnavailable
@@ -160,14 +161,15 @@ def examine(
         str | None, typer.Option(metavar="ID", help="Instead, say why turns of this conversation were computed again.")
     ] = None,
 ) -> None:
-    """Check this machine against the settings of `serve`, and say how to fix problems."""
+    """Check this machine against the settings of `serve`, and say how to fix problems. With --model, also say whether
+    that model is served and what it needs, before its weights are downloaded."""
     from reprise.cache.storage.directory_lock import used_by
 
     settings = settings_of(context, config, {"model.source": model, "server.host": host, "server.port": port})
     if session is not None:
         findings = list(look_at_session(settings.state_dir / TRANSCRIPTS_FILE, session))
     else:
-        findings = doctor.examine(settings, used_by=used_by)
+        findings = doctor.examine(settings, used_by=used_by, describe=describe if settings.model.source else None)
     Console(highlight=False).print(doctor.report(findings))
     if any(finding.level is Level.FAIL for finding in findings):
         raise typer.Exit(1)

@@ -7,7 +7,7 @@ import functools
 import json
 import re
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -51,8 +51,10 @@ class ChatTokenizer:
         digest: bytes,
         calls: str = AUTO,
         thoughts: str = AUTO,
+        media_ids: Collection[int] = (),
     ) -> None:
-        """Set up. calls, thoughts: the families in whose form the model writes them; AUTO: those that it shows."""
+        """Set up. calls, thoughts: the families in whose form the model writes them; AUTO: those that it shows.
+        media_ids: tokens that stand for images and the like, which the model cannot read."""
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
@@ -74,10 +76,15 @@ class ChatTokenizer:
             thoughts=thoughts,
         )
         self.mark_ids = frozenset(self.form.marks)
+        added = tokenizer.get_added_tokens_decoder()
+        # A configuration may name a token of its own default that is a word in this vocabulary.
+        self.media_ids = frozenset(
+            token_id for token_id in media_ids if token_id in added or tokenizer.id_to_token(token_id) is None
+        )
         kinds = {part.get("type") for part in _parts(_state(tokenizer.decoder))}
         self._byte_level = kinds == {"ByteLevel"}
         self._token_bytes = functools.lru_cache(maxsize=1 << 15)(self._read_token_bytes)
-        specials = [tokenizer.id_to_token(token_id) or "" for token_id in self.special_ids]
+        specials = [tokenizer.id_to_token(token_id) or "" for token_id in self.special_ids | self.media_ids]
         longest_first = sorted((token for token in specials if len(token) > 1), key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
         self._openings = frozenset(token[0] for token in longest_first)
@@ -92,9 +99,11 @@ class ChatTokenizer:
         self._adds_prefix = self.encode("\na") != self._newline_ids + self.encode("a")
 
     @classmethod
-    def load(cls, directory: Path, *, calls: str = AUTO, thoughts: str = AUTO) -> "ChatTokenizer":
+    def load(
+        cls, directory: Path, *, calls: str = AUTO, thoughts: str = AUTO, media_ids: Collection[int] = ()
+    ) -> "ChatTokenizer":
         """Load from tokenizer.json, tokenizer_config.json, special_tokens_map.json and the chat template files. All but
-        the first are optional. calls, thoughts: as in `__init__`. Raises TokenizerError."""
+        the first are optional. calls, thoughts, media_ids: as in `__init__`. Raises TokenizerError."""
         path = directory / "tokenizer.json"
         try:
             raw = path.read_bytes()
@@ -117,9 +126,17 @@ class ChatTokenizer:
         except TemplateError as error:
             raise TokenizerError(f"the chat template in {directory} cannot be compiled: {error}") from error
         digest = blake2b(digest_size=16)
-        for part in (raw, json.dumps([sources, special_tokens], sort_keys=True).encode()):
+        media = [json.dumps(sorted(media_ids)).encode()] if media_ids else []
+        for part in (raw, json.dumps([sources, special_tokens], sort_keys=True).encode(), *media):
             digest.update(len(part).to_bytes(8, "little") + part)
-        return cls(tokenizer=tokenizer, template=template, digest=digest.digest(), calls=calls, thoughts=thoughts)
+        return cls(
+            tokenizer=tokenizer,
+            template=template,
+            digest=digest.digest(),
+            calls=calls,
+            thoughts=thoughts,
+            media_ids=media_ids,
+        )
 
     def _render_probe(
         self,
@@ -182,6 +199,14 @@ class ChatTokenizer:
         """Encode text that follows other text: like `encode`, but without the space that some vocabularies put
         first."""
         return self._encode(text, follows=True)
+
+    def problem_of_media(self, token_ids: Collection[int]) -> str | None:
+        """Return why a prompt cannot be taken that has a token of an image or the like; None if it has none."""
+        if not (found := self.media_ids.intersection(token_ids)):
+            return None
+        first = min(found)
+        text = self._tokenizer.id_to_token(first)
+        return f"token {first}{f' ({text})' if text else ''} stands for an image, a video or a sound"
 
     def encode_prompts(self, texts: list[str], *, add_special_tokens: bool) -> list[list[int]]:
         """Encode whole texts as they are. Special tokens in them are special; with `add_special_tokens`, those that the

@@ -61,7 +61,11 @@ class Readiness:
             assert model is not None
             directory = Path(model.path)
             self._tokenizer = await asyncio.to_thread(
-                ChatTokenizer.load, directory, calls=self._calls, thoughts=self._thoughts
+                ChatTokenizer.load,
+                directory,
+                calls=self._calls,
+                thoughts=self._thoughts,
+                media_ids=model.media_token_ids,
             )
             self.sampling_defaults, problems = await asyncio.to_thread(read_defaults, directory)
             for problem in problems:

@@ -170,6 +170,7 @@ def _model_info(
         max_context=room.max_context,
         vocab_size=loaded.text.vocab_size,
         eos_token_ids=loaded.eos_token_ids,
+        media_token_ids=loaded.media_token_ids,
         logit_error=found.logit_error,
         logit_tolerance=found.logit_tolerance,
         exact=warm.exactness.proven,

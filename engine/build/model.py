@@ -24,11 +24,12 @@ from reprise.engine.codec.quality import Subject
 from reprise.engine.config import EngineConfig, ExperimentConfig
 from reprise.engine.model.cpu.optimise import optimise_for_cpu
 from reprise.engine.model.cuda.optimise import optimise_for_cuda
-from reprise.engine.model.loading import ModelRefused, fingerprint, weights_digest
+from reprise.engine.model.loading import ModelRefused, fingerprint, read_config, weights_digest
 from reprise.engine.model.lookahead import Lookahead
 from reprise.engine.model.offload.offloaded_weights import OffloadedWeights
 from reprise.engine.model.pages import bytes_per_token
 from reprise.engine.model.probe import ProbeResult, probe
+from reprise.engine.model.text_of_wrapper import media_token_ids
 from reprise.engine.packed.directory import is_packed, read_index
 from reprise.engine.packed.load import size_of
 from reprise.kernels.attention import BACKENDS
@@ -89,12 +90,20 @@ class LoadedModel:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """The token ids that end a text, from generation_config or else from the config."""
-        for holder in (getattr(self.module, "generation_config", None), self.module.config):
+        """The token ids that end a text, from generation_config or else from the config, of a wrapper that of its
+        text."""
+        for holder in (getattr(self.module, "generation_config", None), self.module.config, self.text):
             value = getattr(holder, "eos_token_id", None)
             if value is not None:
                 return tuple(value) if isinstance(value, (list, tuple)) else (value,)
         return ()
+
+    @property
+    def media_token_ids(self) -> tuple[int, ...]:
+        """The token ids that stand for images and the like in the prompts of a wrapper, whose text is served."""
+        return tuple(
+            token_id for token_id in media_token_ids(read_config(self.path)) if token_id < self.text.vocab_size
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,12 +7,12 @@ from torch import nn
 
 from reprise.engine.gguf.reader import GgufRefused
 from reprise.engine.model.hf_model import prepare
-from reprise.engine.model.loading import ModelRefused, check_safetensors, load_model, read_config
+from reprise.engine.model.loading import ModelRefused, check_safetensors, load_model, read_config, text_of
 from reprise.engine.packed import directory as packed_directory
 from reprise.engine.packed.directory import DamagedDirectory, is_packed
 
 GGUF_SUFFIX = ".gguf"
-_DESCRIPTIONS = ("*.json", "*.jinja", "tokenizer.model")  # configuration, tokenizer and index of the weights
+DESCRIPTIONS = ("*.json", "*.jinja", "tokenizer.model")  # configuration, tokenizer and index of the weights
 
 
 def resolve_files(model: str, conversions: Path, keep: bool = False) -> Path:
@@ -37,19 +37,22 @@ def resolve_files(model: str, conversions: Path, keep: bool = False) -> Path:
 def _fetched(model: str) -> Path:
     """Return the directory of a model's files from the hub. What its configuration alone refuses is refused before the
     weights come, which may be hundreds of gigabytes. Raises ModelRefused."""
+    text_of(read_config(fetch(model, *DESCRIPTIONS)))
+    return fetch(model, *DESCRIPTIONS, "*.safetensors")
+
+
+def fetch(model: str, *patterns: str) -> Path:
+    """Fetch the files of a hub model whose names fit one of the patterns. Returns their directory. Raises
+    ModelRefused."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
-    def fetch(*patterns: str) -> Path:
-        try:
-            return Path(snapshot_download(model, allow_patterns=list(patterns)))
-        except HFValidationError as error:
-            raise ModelRefused(f"{model} is neither a directory nor a hub id: {error}") from error
-        except Exception as error:
-            raise ModelRefused(f"{model} could not be fetched from the hub: {error}") from error
-
-    read_config(fetch(*_DESCRIPTIONS))
-    return fetch(*_DESCRIPTIONS, "*.safetensors")
+    try:
+        return Path(snapshot_download(model, allow_patterns=list(patterns)))
+    except HFValidationError as error:
+        raise ModelRefused(f"{model} is neither a directory nor a hub id: {error}") from error
+    except Exception as error:
+        raise ModelRefused(f"{model} could not be fetched from the hub: {error}") from error
 
 
 def load_weights(path: Path, dtype: torch.dtype, device: torch.device, num_ranks: int = 1) -> nn.Module:

@@ -44,7 +44,7 @@ def convert(
         write_packed = None
     try:
         with fresh_directory(out) as fresh:
-            if _is_ours(file):
+            if is_ours(file):
                 _write_llama(file, fresh, write_packed)
             else:
                 from reprise.engine.gguf import foreign
@@ -64,7 +64,7 @@ def can_keep(file: GgufFile) -> bool:
     return 2 * kept > sum(info.elements for info in matrices)
 
 
-def _is_ours(file: GgufFile) -> bool:
+def is_ours(file: GgufFile) -> bool:
     return file.metadata.get("general.architecture") == llama.ARCHITECTURE and vocabulary.is_known(file)
 
 

@@ -26,7 +26,7 @@ def write(file: GgufFile, out: Path, write_packed: WritePacked | None = None) ->
     from transformers.utils.logging import disable_progress_bar
 
     architecture = file.get("general.architecture", str, "")
-    _refuse_what_would_be_lost(file, architecture)
+    refuse_what_would_be_lost(file, architecture)
     disable_progress_bar()
     where: dict[str, Any] = {"gguf_file": file.path.name}
     try:
@@ -53,7 +53,7 @@ def write(file: GgufFile, out: Path, write_packed: WritePacked | None = None) ->
     tokenizer.save_pretrained(out)
 
 
-def _refuse_what_would_be_lost(file: GgufFile, architecture: str) -> None:
+def refuse_what_would_be_lost(file: GgufFile, architecture: str) -> None:
     """Raise GgufRefused for a file with scaled positions: transformers' reader ignores the scaling, so the model would
     compute with other positions."""
     scaling = file.metadata.get(f"{architecture}.rope.scaling.type", "none")

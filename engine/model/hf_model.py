@@ -33,10 +33,10 @@ SHORT_WAY = "reprise_short_way"
 """The name of the attribute in which a model has its `Shortcut`."""
 _NAME = "reprise"
 _ROTARY = "apply_rotary_pos_emb"
-_WITHOUT_MEANING = frozenset(("dropout", "position_ids", "use_cache"))
+_WITHOUT_MEANING = frozenset(("dropout", "logits_to_keep", "position_ids", "use_cache"))
 """Arguments that transformers passes to attention and that attention may ignore: no row is dropped outside of training,
-and rotations happen elsewhere. Together with `output_*` and the arguments that are read, these are all that 90
-architectures of transformers 5.23 pass."""
+rotations happen elsewhere, and which rows get logits is decided after the last layer. Together with `output_*` and the
+arguments that are read, these are all that 90 architectures of transformers 5.23 pass."""
 
 
 class KvSink(Protocol):

@@ -12,11 +12,12 @@ import torch
 import transformers
 import xxhash
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from reprise.cache.blocks.keys import LAYOUT_VERSION, typed_fields
 from reprise.engine.model.hf_model import prepare
 from reprise.engine.model.refusals import refusal_of
+from reprise.engine.model.text_of_wrapper import NoTextModel, TextModel, text_model_of
 
 
 class ModelRefused(Exception):
@@ -24,11 +25,13 @@ class ModelRefused(Exception):
 
 
 def load_model(path: Path, dtype: torch.dtype, device: torch.device, num_ranks: int = 1) -> nn.Module:
-    """Load a transformers causal LM in eval mode, with our attention. num_ranks: number of processes that share the
-    model; they are connected already, and this process gets its part. Raises ModelRefused."""
-    read_config(path)
+    """Load a transformers causal LM, or the text model of a wrapper, in eval mode, with our attention. num_ranks:
+    number of processes that share the model; they are connected already, and this process gets its part. Raises
+    ModelRefused."""
+    config = read_config(path)
     transformers.utils.logging.disable_progress_bar()  # it would mix with our log lines
     check_safetensors(path)
+    text = text_of(config)
     shared: dict[str, Any] = {}
     if num_ranks > 1:
         from transformers.distributed import DistributedConfig
@@ -36,10 +39,10 @@ def load_model(path: Path, dtype: torch.dtype, device: torch.device, num_ranks: 
         shared["distributed_config"] = DistributedConfig(tp_size=num_ranks)  # uses the model's own plan
     try:
         with torch.device("cpu") if not shared else nullcontext():
-            model, report = AutoModelForCausalLM.from_pretrained(
+            model, report = text.kind.from_pretrained(
                 path,
+                config=text.config,
                 dtype=dtype,
-                trust_remote_code=False,
                 use_safetensors=True,
                 attn_implementation="eager",
                 output_loading_info=True,
@@ -52,6 +55,14 @@ def load_model(path: Path, dtype: torch.dtype, device: torch.device, num_ranks: 
     return prepare(model.to(device))
 
 
+def text_of(config: Any) -> TextModel:
+    """Return the class that runs the text of a configuration. Raises ModelRefused."""
+    try:
+        return text_model_of(config)
+    except NoTextModel as error:
+        raise ModelRefused(str(error)) from error
+
+
 def check_safetensors(path: Path) -> None:
     """Raise ModelRefused if a directory has no weights that can be read safely."""
     if not any(path.glob("*.safetensors")):
@@ -60,12 +71,14 @@ def check_safetensors(path: Path) -> None:
 
 def read_config(path: Path) -> Any:
     """Return the configuration of the model in a directory. Raises ModelRefused for a model that is not served."""
-    config = _config_of(path)
+    config = load_config(path)
     _check_config(config)
     return config
 
 
-def _config_of(path: Path) -> Any:
+def load_config(path: Path) -> Any:
+    """Return the configuration of the model in a directory, also of one that is not served. Raises ModelRefused if
+    transformers has none."""
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=False)
     except Exception as error:
@@ -91,7 +104,7 @@ def _check_config(config: Any) -> None:
 
 def check_split(path: Path, num_ranks: int) -> None:
     """Raise ModelRefused if the heads of the model in a directory cannot be divided evenly among the ranks."""
-    text = _config_of(path).get_text_config()
+    text = load_config(path).get_text_config()
     heads = {"attention": text.num_attention_heads}
     heads["KV"] = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     for kind, count in heads.items():

@@ -11,7 +11,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from reprise.engine.model.loading import read_config, text_of
 from reprise.engine.model.made_models import forget_old, fresh_directory
+from reprise.engine.model.weight_names import WeightNames
 from reprise.engine.packed import directory as packed_directory
 from reprise.engine.packed.quantise import quantise
 from reprise.kernels.packed import GROUP, Bits, PackedWeight, pack
@@ -26,16 +28,18 @@ log = logging.getLogger(__name__)
 
 def packed(source: Path, directory: Path, weights: str) -> Path:
     """Return a directory with the same weights packed to q4 or q8, made by this start or an earlier one. Embeddings and
-    heads get 8 bits, because rounding them does the most harm. Raises OSError, ValueError."""
+    heads get 8 bits, because rounding them does the most harm. Of a wrapper only the text is packed. Raises
+    ModelRefused, OSError, ValueError."""
     found = directory / f"{_stamp(source)}-{weights}-{_WRITTEN_BY}"
     if not found.is_dir():
         log.info("packing %s to %s, once: %s", source, weights, found)
+        names = WeightNames(text_of(read_config(source)))
         with fresh_directory(found) as fresh:
             for pattern in _COPIED:
                 for file in source.glob(pattern):
                     if file.name != _INDEX:
                         shutil.copy(file, fresh)
-            packed_directory.write(fresh, weights, _packed_weights(source, _BITS[weights]))
+            packed_directory.write(fresh, weights, _packed_weights(source, names, _BITS[weights]))
     os.utime(found)
     forget_old(directory)
     return found
@@ -50,11 +54,13 @@ def _stamp(source: Path) -> str:
     return digest.hexdigest()
 
 
-def _packed_weights(source: Path, bits: Bits) -> Iterator[tuple[str, Tensor | PackedWeight]]:
+def _packed_weights(source: Path, names: WeightNames, bits: Bits) -> Iterator[tuple[str, Tensor | PackedWeight]]:
     for file in sorted(source.glob("*.safetensors")):
         with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118
-                weight = opened.get_tensor(name)
+            for stored in opened.keys():  # noqa: SIM118
+                if (name := names.of_module(stored)) is None:
+                    continue
+                weight = opened.get_tensor(stored)
                 if _is_packable(name, weight):
                     is_outer = "embed" in name or "head" in name
                     yield name, pack(quantise(weight, 8 if is_outer else bits))

@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import GenerationConfig
 from transformers.initialization import no_init_weights
 
 from reprise.engine.model.cpu.quantised import QuantisedEmbedding, QuantisedLinear
 from reprise.engine.model.cuda.quantised import CudaQuantisedEmbedding, CudaQuantisedLinear
+from reprise.engine.model.loading import text_of
 from reprise.engine.packed.directory import DamagedDirectory, read
 from reprise.kernels.packed import PackedWeight, unpack
 from reprise.kernels.packed_rows import PackedRows, by_rows
@@ -61,7 +62,8 @@ class ModulesOnCuda:
 
 
 def load_packed(directory: Path, config: Any, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """Return a transformers causal LM made from a packed directory. Raises DamagedDirectory."""
+    """Return the text model of a configuration, with the weights of a packed directory. Raises DamagedDirectory,
+    ModelRefused."""
     made: ModulesOnCpu | ModulesOnCuda = ModulesOnCpu(dtype)
     if device.type != "cpu":
         made = ModulesOnCuda(dtype, device, triton_packed())
@@ -70,21 +72,19 @@ def load_packed(directory: Path, config: Any, dtype: torch.dtype, device: torch.
 
 def _load(directory: Path, config: Any, dtype: torch.dtype, made: ModulesOnCpu | ModulesOnCuda) -> nn.Module:
     """Make the model and fill in its weights. Raises DamagedDirectory."""
+    text = text_of(config)
     with _large_weights_on_meta(), no_init_weights():
-        model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
+        model = text.make(dtype)
     named = dict(model.named_parameters(remove_duplicate=False))
-    tied = config.get_text_config().tie_word_embeddings
     weights: dict[str, Tensor | PackedWeight] = {}
     for name, weight in read(directory):
         if name not in named:
             raise DamagedDirectory(f"{directory} has a weight that the model has not: {name[:80]}")
         weights[name] = weight
-    output = model.get_output_embeddings()  # type: ignore[operator]
-    if tied and output is not None:
-        names = {module: name for name, module in model.named_modules()}
-        head, embedding = f"{names[output]}.weight", f"{names[model.get_input_embeddings()]}.weight"  # type: ignore[operator]
-        if embedding in weights:
-            weights.setdefault(head, weights[embedding])
+    tied: dict[str, str] = model.all_tied_weights_keys  # type: ignore[assignment]
+    for name, source in tied.items():
+        if name in named and source in weights:
+            weights.setdefault(name, weights[source])
     if missing := set(named).difference(weights):
         raise DamagedDirectory(f"{len(missing)} weights are missing from {directory}, among them {min(missing)}")
     # Biases come first: a packed layer is made with its bias.

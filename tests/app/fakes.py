@@ -210,6 +210,7 @@ class FakeEngine:
     aborted: list[str] = field(default_factory=list)
     finished: list[tuple[str, int, int]] = field(default_factory=list)
     load_s: float = 0.0
+    facts: dict[str, Any] = field(default_factory=dict)  # what its model is besides `model_info`
     questions: list[SessionRequest] = field(default_factory=list)
     adopted: list[Adopt] = field(default_factory=list)
     kept: dict[tuple[str, str], SessionInfo] = field(default_factory=dict)
@@ -228,7 +229,7 @@ class FakeEngine:
             self._loading = asyncio.get_running_loop().call_later(self.load_s, self.loaded)
 
     def loaded(self) -> None:
-        self.model, self.state = model_info(self.directory), "ready"
+        self.model, self.state = model_info(self.directory, **self.facts), "ready"
         self._loaded.set()
 
     async def stop(self) -> None:

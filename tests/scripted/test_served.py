@@ -47,6 +47,7 @@ class Agent:
     url: str
     dialect: str
     history: list[dict[str, Any]] = field(default_factory=list)
+    result: Any = "done"  # content of every result, in Messages
 
     @property
     def system(self) -> str:
@@ -99,7 +100,7 @@ class Agent:
         answer = self._post("/v1/messages", body)
         calls = [block for block in answer["content"] if block["type"] == "tool_use"]
         texts = [block["text"] for block in answer["content"] if block["type"] == "text"]
-        results = [{"type": "tool_result", "tool_use_id": call["id"], "content": "done"} for call in calls]
+        results = [{"type": "tool_result", "tool_use_id": call["id"], "content": self.result} for call in calls]
         self.history.append({"role": "assistant", "content": answer["content"]})
         self.history += [{"role": "user", "content": results}] if results else []
         named, usage = [(call["name"], call["input"]) for call in calls], answer["usage"]
@@ -148,6 +149,30 @@ def test_calls_are_read_and_each_request_finds_its_history(server: ServerProcess
     assert_found(*second)
     if not thinks:  # thoughts of earlier turns leave the prompt, and what comes after them moves
         assert_found(first[-1], second[0])
+
+
+def picture(data: str) -> dict[str, Any]:
+    return {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}}
+
+
+def test_a_conversation_with_pictures_goes_on_and_finds_its_history(server: ServerProcess, thinks: bool) -> None:
+    """The first picture comes from a tool, the second from the user, who sends it before the question. Some clients
+    encode a picture anew for every request."""
+    if thinks:
+        pytest.skip("thoughts of earlier turns leave the prompt, and what comes after them moves")
+    agent = Agent(server.url, "messages", result=[{"type": "text", "text": "a chart"}, picture("AAAA")])
+    steps = agent.ask("Look at the chart.")
+    assert len(steps) == 3
+    agent.history.append({"role": "user", "content": [picture("AAAA")]})
+    for turn in range(10):
+        for message in agent.history:
+            for block in message["content"] if isinstance(message["content"], list) else ():
+                if block.get("type") == "image":
+                    block["source"]["data"] = "AAAA" * (turn + 1)
+        steps += agent.ask(f"And what is number {turn}?")
+    assert len(steps) >= 13
+    for before, step in pairwise(steps):
+        assert_found(before, step)
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)

@@ -65,6 +65,10 @@ async def _prompts(service: TurnService, readiness: Readiness, body: CompletionR
         ]
     if not all(prompt.token_ids for prompt in prompts):
         raise invalid("Invalid 'prompt': it has no tokens.", "prompt")
+    for prompt in prompts:
+        if (problem := tokenizer.problem_of_media(prompt.token_ids)) is not None:
+            message = f"Invalid 'prompt': {problem}, and this server serves the model's text only."
+            raise invalid(message, "prompt", "image_not_supported")
     return prompts
 
 

@@ -346,3 +346,34 @@ def test_a_long_text_is_not_tokenized_to_its_end(loaded, monkeypatch):
     assert tokenizer.exceeds(text, 100)  # no vocabulary has tokens as long as that
     assert seen == []
     assert not tokenizer.exceeds(SHIELD * COUNT_CHARS, 0)
+
+
+# Tokens of images and the like, which a wrapper's tokenizer has
+
+
+@KINDS
+def test_a_token_of_an_image_is_spelled_out_in_messages(tmp_path, kind):
+    make = {"bytes": byte_level, "pieces": sentencepiece_like}[kind]
+    tokenizer = make()
+    tokenizer.add_tokens([AddedToken("<image>", normalized=False)])  # not special, as LLaVA has it
+    image = tokenizer.token_to_id("<image>")
+    directory = saved(tmp_path, tokenizer, chat_template=CHAT_TEMPLATE)
+    plain, shielded = (ChatTokenizer.load(directory, media_ids=ids) for ids in ((), (image,)))
+    messages = [{"role": "user", "content": "what is <image>?"}]
+    assert image in plain.encode(rendered(plain, messages))
+    assert image not in shielded.encode(rendered(shielded, messages))
+    assert "<image>" in shielded.decode(shielded.encode(rendered(shielded, messages)), skip_special_tokens=False)
+    assert image not in shielded.encode_plain("<image>", follows=True)
+    assert plain.template_digest != shielded.template_digest
+
+
+def test_prompts_with_tokens_of_images_have_a_problem(tmp_path):
+    tokenizer = byte_level()
+    tokenizer.add_tokens([AddedToken("<image>", normalized=False)])
+    image = tokenizer.token_to_id("<image>")
+    word, unknown = tokenizer.token_to_id("t"), image + 7
+    loaded = ChatTokenizer.load(saved(tmp_path, tokenizer), media_ids=(word, image, unknown))
+    assert loaded.media_ids == {image, unknown}  # a configuration's default may be a word of this vocabulary
+    assert "<image>" in str(loaded.problem_of_media([word, image]))
+    assert str(unknown) in str(loaded.problem_of_media([unknown]))
+    assert loaded.problem_of_media([word, word]) is None

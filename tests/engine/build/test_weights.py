@@ -56,7 +56,7 @@ def test_weights_come_from_the_hub_when_the_configuration_is_served(
     assert "model.safetensors" in hub.fetched
 
 
-@pytest.mark.parametrize("model_type", ["deepseek_v32", "qwen3_next", "llama4", "t5"])
+@pytest.mark.parametrize("model_type", ["deepseek_v32", "qwen3_next", "llama4", "t5", "vit"])
 def test_no_weights_of_a_refused_model_come_from_the_hub(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model_type: str
 ) -> None:

@@ -138,6 +138,22 @@ async def test_what_cannot_be_done_is_refused(running: Running, fields, param):
     assert running.engine.submitted == []
 
 
+@pytest.mark.parametrize("prompt", [[5, 300], [[5], [300]], "a<|endoftext|>", ["a", "b<|endoftext|>c"]])
+async def test_a_prompt_with_a_token_of_an_image_is_refused(engine: FakeEngine, tmp_path, prompt):
+    """Its model would read the token as a word. In chats such a token's text is spelled out."""
+    engine.facts = {"vocab_size": 301, "media_token_ids": (0, 5, 300)}  # 5 is a word
+    async with in_process(engine, make_settings(tmp_path)) as running:
+        response = await complete(running, prompt)
+        error = response.json()["error"]
+        assert (response.status_code, error["param"], error["code"]) == (400, "prompt", "image_not_supported")
+        assert "stands for an image, a video or a sound" in error["message"]
+        assert running.engine.submitted == []
+        assert (await complete(running, [5, 6])).status_code == 200
+        chat = {"model": "test-model", "messages": [{"role": "user", "content": "<|endoftext|>"}]}
+        assert (await running.http.post("/v1/chat/completions", json=chat)).status_code == 200
+        assert 0 not in running.engine.submitted[-1].token_ids
+
+
 async def test_a_batch_that_has_no_place_takes_none(engine: FakeEngine, tmp_path):
     async with in_process(engine, make_settings(tmp_path, scheduler={"max_seqs": 1, "max_queued": 3})) as running:
         too_many = await complete(running, ["a"] * 5)
