@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from reprise.engine.model.cpu.modules import FewProduct
 from reprise.engine.model.known_parts import agree
 from reprise.kernels.cpu.available import decode_kernels, dots_of_pairs
-from reprise.kernels.packed import BLOCK, GROUP, PackedWeight, unpack, unpack_rows
+from reprise.kernels.packed import BLOCK, GROUP, PackedWeight, table_of, unpack, unpack_rows
 from reprise.kernels.views import as_bits
 
 _NOTHING = np.empty((0, 0), np.uint16)
@@ -30,6 +30,7 @@ class QuantisedLinear(nn.Module):
         self.register_buffer("codes", weight.codes)
         self.register_buffer("scales", weight.scales)
         self.register_buffer("lows", weight.lows)
+        self.register_buffer("table", table_of(weight))
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
         self.few = few_product(weight, bias)
         self._kernels: Any = decode_kernels()
@@ -59,9 +60,10 @@ class QuantisedLinear(nn.Module):
     @property
     def form(self) -> tuple[Any, ...]:
         """The properties that decide which kernels the layer uses: (bits of a code, inputs per group, whether groups
-        have lows (offsets added to scale * code), inputs, outputs, whether there is a bias)."""
+        have lows (offsets added to scale * code), table, inputs, outputs, whether there is a bias)."""
         weight = self.packed
-        return weight.bits, weight.group, weight.lows is not None, weight.inputs, weight.outputs, self.bias is not None
+        form = weight.bits, weight.group, weight.lows is not None, weight.table
+        return *form, weight.inputs, weight.outputs, self.bias is not None
 
     def is_right(self) -> bool:
         """Return whether the compiled kernels agree with the unpacked weight."""
@@ -91,6 +93,7 @@ class QuantisedEmbedding(nn.Module):
         self.register_buffer("codes", weight.codes)
         self.register_buffer("scales", weight.scales)
         self.register_buffer("lows", weight.lows)
+        self.register_buffer("table", table_of(weight))
 
     def forward(self, ids: Tensor) -> Tensor:
         rows = ids.reshape(-1)
@@ -150,7 +153,7 @@ def few_product(weight: PackedWeight, bias: Tensor | None) -> FewProduct | None:
     """Return a packed linear layer in the form that the compiled kernels for a few rows take, or None if there are no
     such kernels."""
     kernels: Any = decode_kernels()
-    if kernels is None:
+    if kernels is None or weight.table is not None:
         return None
     kernel = kernels.packed_kernel(weight.bits, weight.lows is not None, weight.group, dots_of_pairs())
     biases = None if bias is None else bias.detach().float().contiguous()
