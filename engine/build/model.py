@@ -17,7 +17,7 @@ from reprise.cache.storage.throttle import Throttle
 from reprise.engine.build.codec import choose_codec, coded_fingerprint, selected_fingerprint
 from reprise.engine.build.page_dtype import ChosenPages, choose_pages, paged_fingerprint
 from reprise.engine.build.resources import memory
-from reprise.engine.build.weights import load_weights, pack_weights, resolve_files
+from reprise.engine.build.weights import is_quantised, load_weights, pack_weights, resolve_files, unpack_weights
 from reprise.engine.codec.activation import watch_inputs
 from reprise.engine.codec.chosen import ChosenCodec
 from reprise.engine.codec.quality import Subject
@@ -168,6 +168,12 @@ def load(config: EngineConfig, rank: int = 0, rendezvous: str = "") -> LoadedMod
     )
 
 
+def find_files(config: EngineConfig) -> Path:
+    """Return the directory of the model as `load` will load it. Raises ModelRefused."""
+    device = _device(config.device)
+    return _files(config, device, _dtype(config.model.dtype, device))
+
+
 def _files(config: EngineConfig, device: torch.device, dtype: torch.dtype) -> Path:
     """Return the directory of the model, whose weights are packed or not, as `model.weights` demands. Raises
     ModelRefused."""
@@ -178,7 +184,14 @@ def _files(config: EngineConfig, device: torch.device, dtype: torch.dtype) -> Pa
     path = resolve_files(config.model.source, kept, keep=wanted == "auto" and not against)
     if against and is_packed(path):
         raise ModelRefused(f"the weights of {path} are packed, but {against}: take the original model")
-    return pack_weights(path, kept, wanted) if wanted in ("q4", "q8") else path
+    if not is_packed(path) and is_quantised(path):
+        if against:
+            log.info("the weights are unpacked, because %s", against)
+        if against or wanted == "bf16":
+            where = torch.device("cpu") if config.weights.offload == "dram" else device
+            return unpack_weights(path, kept, dtype, where, config.model.tensor_parallel)
+        return pack_weights(path, kept, wanted, device)
+    return pack_weights(path, kept, wanted, device) if wanted in ("q4", "q8") else path
 
 
 def _against_packing(config: EngineConfig, device: torch.device, dtype: torch.dtype) -> str:

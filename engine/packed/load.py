@@ -72,7 +72,7 @@ def _load(directory: Path, config: Any, dtype: torch.dtype, made: ModulesOnCpu |
     """Make the model and fill in its weights. Raises DamagedDirectory."""
     with _large_weights_on_meta(), no_init_weights():
         model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
-    named = dict(model.named_parameters(remove_duplicate=False))
+    named = dict(model.named_parameters(remove_duplicate=False)) | _persistent_buffers(model)
     tied = config.get_text_config().tie_word_embeddings
     weights: dict[str, Tensor | PackedWeight] = {}
     for name, weight in read(directory):
@@ -90,10 +90,25 @@ def _load(directory: Path, config: Any, dtype: torch.dtype, made: ModulesOnCpu |
     # Biases come first: a packed layer is made with its bias.
     for name, weight in sorted(weights.items(), key=lambda named: isinstance(named[1], PackedWeight)):
         _set(model, name, weight, dtype, made)
+    if tied:
+        _share_embedding(model)
     _check_kernels(model)
     if (directory / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(directory)
     return model
+
+
+def _share_embedding(model: nn.Module) -> None:
+    """Have an embedding and a head of one weight that is not packed share it."""
+    embedding, output = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
+    if type(embedding) is nn.Embedding and type(output) is nn.Linear:
+        output.weight = embedding.weight
+
+
+def _persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers that checkpoints have, by name, such as corrections of the scores of experts."""
+    buffers = dict(model.named_buffers())
+    return {name: buffers[name] for name in model.state_dict() if name in buffers}
 
 
 def _set(
@@ -118,6 +133,11 @@ def _set(
         if type(module) is nn.Embedding and leaf == "weight":
             return setattr(parent, child, made.embedding(weight))
         weight = unpack(weight, dtype)  # a module of another kind, which does its own arithmetic
+    if leaf in module._buffers:
+        # In no fewer bits than the checkpoint has: transformers keeps some of them in fp32.
+        wide = torch.promote_types(weight.dtype, module._buffers[leaf].dtype)  # type: ignore[union-attr]
+        module.register_buffer(leaf, weight.to(wide))
+        return None
     setattr(module, leaf, nn.Parameter(weight.to(dtype), requires_grad=False))
     return None
 

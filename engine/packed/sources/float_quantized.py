@@ -9,6 +9,7 @@ from reprise.kernels.packed import Bits
 class FloatQuantized(Matrix):
     """weight e4m3 [outputs, inputs]; weight_scale: one number, one for each output, or one for each block."""
 
+    has_codes = False
     kept: Kept = "dense"
     bits: Bits = 8
 

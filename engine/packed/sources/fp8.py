@@ -13,6 +13,7 @@ class Fp8(Matrix):
     each block of outputs and inputs, where blocks at the edges may be partial; or bytes uint8 [outputs, inputs / 32],
     which are exponents of two (MXFP8)."""
 
+    has_codes = False
     kept: Kept = "dense"
     bits: Bits = 8
 

@@ -11,6 +11,7 @@ class GptOss:
     uint8 [experts, outputs of one, inputs / 32]: exponents of two, plus 127. Here the outputs of all experts follow one
     another; the model wants [experts, inputs, outputs of one]."""
 
+    has_codes = True
     kept: Kept = "table"
     bits: Bits = 4
 

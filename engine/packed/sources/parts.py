@@ -52,6 +52,7 @@ class QuantisedWeight(Protocol):
 
     outputs: int
     inputs: int
+    has_codes: bool  # whether its numbers are scaled integers or FP4, which packed weights have forms for
     kept: Kept
     bits: Bits  # bits of the codes that `rows` gives; 8 where it gives numbers, which are rounded to that many
 
@@ -236,6 +237,7 @@ class Matrix:
 
     outputs: int
     inputs: int
+    has_codes = True
 
     @property
     def shape(self) -> tuple[int, ...]:

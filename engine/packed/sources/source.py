@@ -39,9 +39,9 @@ _READERS: dict[str, tuple[Any, ...]] = {
 
 
 def of_checkpoint(path: Path) -> "Source | None":
-    """Return the source of the weights of a model directory; None if they are not quantised. Only names and sizes are
-    read. Raises SourceRefused for a checkpoint that is quantised otherwise than it says, or in a way that is not
-    read."""
+    """Return the source of the weights of a model directory; None if they are not quantised. Only names, sizes and
+    orders are read. Raises SourceRefused for a checkpoint that is quantised otherwise than it says, or in a way that is
+    not read."""
     found = quantisation_of(path)
     if found is None:
         return None
@@ -49,25 +49,35 @@ def of_checkpoint(path: Path) -> "Source | None":
     return Source(Checkpoint(path), method, form, settings)
 
 
-def check_quantisation(path: Path) -> None:
-    """Raise SourceRefused if a model's configuration says that its weights are quantised in a way that is not read. The
-    weights need not be there."""
-    if (found := quantisation_of(path)) is not None:
+def of_plain_checkpoint(path: Path) -> "Source":
+    """Return the source of weights that are not quantised. Raises SourceRefused if the directory's files cannot be
+    read."""
+    return Source(Checkpoint(path), "", "", Settings())
+
+
+def check_quantisation(path: Path) -> bool:
+    """Return whether a model's configuration says that its weights are quantised; they need not be there. Raises
+    SourceRefused if that is in a way that is not read."""
+    found = quantisation_of(path)
+    if found is not None:
         method_of(found)
+    return found is not None
 
 
 class Source:
-    """The weights of a quantised checkpoint, under the names that they had before they were quantised. Weights that are
-    not quantised come as they are. For one thread."""
+    """The weights of a checkpoint, under the names that they had before they were quantised. Weights that are not
+    quantised come as they are. For one thread."""
 
     def __init__(self, checkpoint: Checkpoint, method: str, form: str, settings: Settings) -> None:
-        """Take a checkpoint's tensors apart into weights. form: name of the format, for people. Raises
-        SourceRefused."""
+        """Take a checkpoint's tensors apart into weights. method: empty for one that is not quantised. form: name of
+        the format, for people. Raises SourceRefused."""
         self.form = form
+        self.path = checkpoint.path
         self._checkpoint = checkpoint
         self._plain: dict[str, str] = {}  # tensor by weight
         self._quantised: dict[str, QuantisedWeight] = {}
-        for name, parts in _apart(checkpoint).items():
+        whole: dict[str, str | Parts] = {name: name for name in checkpoint.names}
+        for name, parts in (_apart(checkpoint) if method else whole).items():
             if isinstance(parts, str):
                 self._plain[name] = parts
             elif parts.found == {"weight"}:
@@ -103,6 +113,17 @@ class Source:
     def bits(self, name: str) -> Bits:
         """Return the bits of the codes that a quantised weight has when it is packed and nothing else is asked for."""
         return self._quantised[name].bits if self.kept(name) != "dense" else 8
+
+    def is_rounded_again(self, name: str) -> bool:
+        """Return whether a weight has codes that cannot be kept."""
+        weight = self._quantised.get(name)
+        return weight is not None and weight.has_codes and weight.kept == "dense"
+
+    def text(self, name: str) -> str:
+        """Say for people how a quantised weight is packed when nothing else is asked for: int4, int8, fp4, or q8 for
+        one that is rounded."""
+        kinds: dict[Kept, str] = {"codes": f"int{self.bits(name)}", "table": "fp4", "dense": "q8"}
+        return kinds[self.kept(name)]
 
     def rows(self, name: str, first: int, last: int) -> Codes | Tensor:
         """Return the outputs `first` to `last` (not included) of a quantised weight: its codes, or fp32 numbers. Raises
