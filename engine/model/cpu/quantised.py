@@ -153,11 +153,12 @@ def few_product(weight: PackedWeight, bias: Tensor | None) -> FewProduct | None:
     """Return a packed linear layer in the form that the compiled kernels for a few rows take, or None if there are no
     such kernels."""
     kernels: Any = decode_kernels()
-    if kernels is None or weight.table is not None:
+    if kernels is None:
         return None
-    kernel = kernels.packed_kernel(weight.bits, weight.lows is not None, weight.group, dots_of_pairs())
+    kind = kernels.E2M1 if weight.table == "e2m1" else kernels.PLAIN if weight.lows is None else kernels.WITH_LOWS
+    kernel = kernels.packed_kernel(weight.bits, kind, weight.group, dots_of_pairs())
     biases = None if bias is None else bias.detach().float().contiguous()
     addresses = [0 if x is None else x.data_ptr() for x in (weight.codes, weight.scales, weight.lows, biases)]
     padded = -(-weight.inputs // GROUP) * GROUP
-    fields = (kernel.address, *addresses, padded, weight.outputs, BLOCK, 0, weight.bits, weight.group)
+    fields = (kernel.address, *addresses, padded, weight.outputs, BLOCK, 0, weight.bits, weight.group, kind)
     return FewProduct(fields, (kernel, weight, biases), weight.inputs, weight.outputs, BLOCK)
