@@ -1,12 +1,14 @@
 """Defines the layout of packed weights: codes of 4 or 8 bits with a scale, and perhaps a low (the number that code 0
 stands for), for each group of inputs.
 
-A weight [outputs, inputs] is `scale * code + low`. Rows and groups are padded with zeros to whole blocks, and codes lie
-in the order in which `reprise.kernels.cpu.blocks` reads them, which documents it.
+A weight [outputs, inputs] is `scale * code + low`, or `scale * table[code]` where codes are places in a table. Rows and
+groups are padded with zeros to whole blocks, and codes lie in the order in which `reprise.kernels.cpu.blocks` reads
+them, which documents it.
 """
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -17,27 +19,67 @@ GROUP = 32  # inputs are padded to a multiple of this
 ZERO = 8  # zero of 4-bit codes without lows
 
 Bits = Literal[4, 8]
+Table = Literal["e2m1"]
+TABLES: dict[str, tuple[float, ...]] = {
+    # FP4 of the Open Compute Project: a sign, two bits of exponent, one of mantissa.
+    "e2m1": (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0),
+}
+"""The numbers that 4-bit codes stand for, by table."""
+
+
+class HasTable(Protocol):
+    """A packed weight, in whatever layout."""
+
+    @property
+    def codes(self) -> Tensor: ...
+
+    @property
+    def table(self) -> Table | None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Codes:
     """A weight before it is laid out. codes int8 [outputs, inputs]: 0 to 15 for 4 bits, or -128 to 127 for 8. scales,
     lows fp32 [outputs, groups], for groups of 32 or 16 adjacent inputs. A number is scale * code + low. If lows is None
-    nothing is added, and 4-bit codes stand for -8 to 7: 8 is subtracted from them."""
+    nothing is added, and 4-bit codes stand for -8 to 7: 8 is subtracted from them. With a table, which has no lows,
+    they stand for its numbers."""
 
     codes: Tensor
     scales: Tensor
     lows: Tensor | None
     bits: Bits
+    table: Table | None = None
 
     @property
     def group(self) -> int:
         return self.codes.shape[1] // self.scales.shape[1]
 
+    def numbers(self) -> Tensor:
+        """Return the weight, fp32 [outputs, inputs], with scales and lows as they are here, not rounded to fp16."""
+        numbers = code_numbers(self.codes, self.bits, self.lows is not None, self.table)
+        wide: Tensor = numbers.unflatten(1, (-1, self.group))
+        wide *= self.scales[..., None]
+        return (wide if self.lows is None else wide + self.lows[..., None]).flatten(1)
+
+
+def joined_codes(parts: Sequence[Codes]) -> Codes:
+    """Return a weight with the outputs of all parts, which agree in form. Raises ValueError if they do not."""
+    first = parts[0]
+    if len({(part.bits, part.group, part.table, part.lows is None) for part in parts}) > 1:
+        raise ValueError("weights that are joined are quantised in different ways")
+    return Codes(
+        codes=torch.cat([part.codes for part in parts]),
+        scales=torch.cat([part.scales for part in parts]),
+        lows=None if first.lows is None else torch.cat([part.lows for part in parts if part.lows is not None]),
+        bits=first.bits,
+        table=first.table,
+    )
+
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
-    """A weight in the layout in which kernels read it. codes uint8, flat; scales, lows fp16 [blocks, groups, BLOCK]."""
+    """A weight in the layout in which kernels read it. codes uint8, flat; scales, lows fp16 [blocks, groups, BLOCK].
+    With experts it is as many matrices of one shape, one after the other, each in whole blocks; 0: one matrix."""
 
     codes: Tensor
     scales: Tensor
@@ -46,6 +88,13 @@ class PackedWeight:
     inputs: int
     bits: Bits
     group: int
+    table: Table | None = None
+    experts: int = 0
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        matrix = self.outputs, self.inputs
+        return (self.experts, *matrix) if self.experts else matrix
 
     @property
     def size_bytes(self) -> int:
@@ -75,6 +124,39 @@ def pack(weight: Codes) -> PackedWeight:
         inputs=inputs,
         bits=weight.bits,
         group=weight.group,
+        table=weight.table,
+    )
+
+
+def on_device(weight: PackedWeight, device: torch.device) -> PackedWeight:
+    lows = None if weight.lows is None else weight.lows.to(device)
+    return replace(weight, codes=weight.codes.to(device), scales=weight.scales.to(device), lows=lows)
+
+
+def stacked(weights: Sequence[PackedWeight]) -> PackedWeight:
+    """Return one weight of the matrices of experts, which agree in shape and form. Raises ValueError if they do not."""
+    first = weights[0]
+    if len({(one.shape, one.bits, one.group, one.table, one.lows is None) for one in weights}) > 1:
+        raise ValueError("experts of one layer are packed in different ways")
+    return replace(
+        first,
+        codes=torch.cat([weight.codes for weight in weights]),
+        scales=torch.cat([weight.scales for weight in weights]),
+        lows=None if first.lows is None else torch.cat([weight.lows for weight in weights if weight.lows is not None]),
+        experts=len(weights),
+    )
+
+
+def expert_of(weight: PackedWeight, expert: int) -> PackedWeight:
+    """Return the matrix of one expert, in the memory of the whole weight."""
+    blocks, size = len(weight.scales) // weight.experts, len(weight.codes) // weight.experts
+    own = slice(expert * blocks, (expert + 1) * blocks)
+    return replace(
+        weight,
+        codes=weight.codes[expert * size : (expert + 1) * size],
+        scales=weight.scales[own],
+        lows=None if weight.lows is None else weight.lows[own],
+        experts=0,
     )
 
 
@@ -86,17 +168,30 @@ def _laid_out(numbers: Tensor, rows: int, groups: int) -> Tensor:
     return laid
 
 
+def code_numbers(codes: Tensor, bits: int, has_lows: bool, table: Table | None) -> Tensor:
+    """Return the numbers that codes stand for, before they are scaled, in fp32 and in the shape of the codes. codes: 0
+    to 15 for 4 bits, -128 to 127 for 8. has_lows: 4-bit codes without lows or table stand for -8 to 7."""
+    if table is not None:
+        places = codes.int().flatten()
+        return torch.tensor(TABLES[table], device=codes.device).index_select(0, places).view(codes.shape)
+    wide = codes.float()
+    return wide.sub_(ZERO) if bits == 4 and not has_lows else wide
+
+
+def table_of(weight: HasTable) -> Tensor | None:
+    """Return the numbers that codes are places of, fp32 [16]; None if codes are numbers themselves. Modules keep it
+    beside codes and scales, so that a digest of all they keep tells equal codes of other numbers apart."""
+    return None if weight.table is None else torch.tensor(TABLES[weight.table], device=weight.codes.device)
+
+
 def unpack_codes(weight: PackedWeight) -> Tensor:
-    """Return the codes, int8 [outputs, inputs]. From 4-bit codes of a weight without lows (offsets added to scale *
-    code), 8 is subtracted, since 8 stands for zero."""
+    """Return the codes, int8 [outputs, inputs]: 0 to 15 for 4 bits, -128 to 127 for 8."""
     blocks = weight.scales.shape[0]
     groups = weight.codes.numel() * 8 // weight.bits // (blocks * BLOCK * GROUP)
     if weight.bits == 4:
         halves = weight.codes.view(blocks, groups, 4, 2, 16, 2, 2)
         nibbles = torch.stack((halves & 15, halves >> 4), -1).view(blocks, groups, 4, 2, 16, 2, 4)
         codes = nibbles.permute(0, 3, 4, 1, 2, 6, 5).reshape(blocks * BLOCK, groups * GROUP).to(torch.int8)
-        if weight.lows is None:
-            codes -= ZERO
     else:
         laid = weight.codes.view(torch.int8).view(blocks, groups, 16, BLOCK, 2)
         codes = laid.permute(0, 3, 1, 2, 4).reshape(blocks * BLOCK, groups * GROUP)
@@ -105,7 +200,8 @@ def unpack_codes(weight: PackedWeight) -> Tensor:
 
 def unpack(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
     """Return the numbers of a packed weight [outputs, inputs], rounded once."""
-    wide = unpack_codes(weight).float().view(weight.outputs, -1, weight.group)
+    wide = code_numbers(unpack_codes(weight), weight.bits, weight.lows is not None, weight.table)
+    wide = wide.view(weight.outputs, -1, weight.group)
     scales, lows = (
         None if x is None else x.transpose(1, 2).reshape(-1, x.shape[1])[: weight.outputs, : wide.shape[1], None]
         for x in (weight.scales, weight.lows)
@@ -124,11 +220,9 @@ def unpack_rows(weight: PackedWeight, rows: Tensor, dtype: torch.dtype) -> Tenso
         laid = by_block.view(-1, groups, 4, 2, 16, 2, 2)[blocks, :, :, outputs // 16, outputs % 16]
         nibbles = torch.stack((laid & 15, laid >> 4), -1).view(count, groups, 4, 2, 4)
         codes = nibbles.transpose(3, 4).reshape(count, groups * GROUP).to(torch.int8)
-        if weight.lows is None:
-            codes -= ZERO
     else:
         codes = by_block.view(torch.int8).view(-1, groups, 16, BLOCK, 2)[blocks, :, :, outputs].reshape(count, -1)
-    wide = codes.float().view(count, -1, weight.group)
+    wide = code_numbers(codes, weight.bits, weight.lows is not None, weight.table).view(count, -1, weight.group)
     wide *= weight.scales[blocks, :, outputs].float()[..., None]
     if weight.lows is not None:
         wide += weight.lows[blocks, :, outputs].float()[..., None]

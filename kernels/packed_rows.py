@@ -1,28 +1,27 @@
 """Lays out packed weights for kernels on CUDA: each output's codes in one row of bytes, its inputs in order.
 
 `reprise.kernels.packed` has the layout of files and of the kernels for CPUs; this layout is made from it when a model
-is loaded. A number is `scale * code + low` (the low is the number of code 0), rounded to the model's dtype before any
-product. So a product of few rows, which unpacks in registers, and one of many, which unpacks into memory first,
-multiply the same numbers.
+is loaded. A number is `scale * code + low` (the low is the number of code 0), or `scale * table[code]`, rounded to the
+model's dtype before any product. So a product of few rows, which unpacks in registers, and one of many, which unpacks
+into memory first, multiply the same numbers.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from reprise.kernels.packed import GROUP, ZERO, Bits, PackedWeight, unpack_codes
-
-# Inputs of a group whose codes of 4 bits are the low halves of its bytes; those of the others are the high halves.
-HALF = GROUP // 2
+from reprise.kernels.packed import GROUP, Bits, PackedWeight, Table, code_numbers, unpack_codes
 
 
 @dataclass(frozen=True, slots=True)
 class PackedRows:
-    """A packed weight in the layout for CUDA. codes uint8 [outputs, bytes]: signed if of 8 bits, 0 to 15 if of 4.
-    scales, lows fp16 [outputs, groups]. A number is scale * code + low. Where `lows` is None nothing is added, and
-    4-bit codes stand for numbers from -8 to 7: 8 is subtracted before they are multiplied."""
+    """A packed weight in the layout for CUDA. codes uint8 [outputs, bytes]: signed if of 8 bits, 0 to 15 if of 4. Codes
+    of 4 bits of the first half of a group are the low halves of its bytes, the others the high halves. scales, lows
+    fp16 [outputs, groups]. A number is scale * code + low. Where `lows` is None nothing is added, and 4-bit codes stand
+    for numbers from -8 to 7: 8 is subtracted before they are multiplied. With a table, which has no lows, they stand
+    for its numbers."""
 
     codes: Tensor
     scales: Tensor
@@ -30,6 +29,7 @@ class PackedRows:
     inputs: int
     bits: Bits
     group: int
+    table: Table | None = None
 
     @property
     def outputs(self) -> int:
@@ -40,10 +40,10 @@ class PackedRows:
         return sum(x.numel() * x.element_size() for x in (self.codes, self.scales, self.lows) if x is not None)
 
     @property
-    def form(self) -> tuple[int, int, bool, int]:
+    def form(self) -> tuple[int, int, bool, int, Table | None]:
         """The properties in which weights must agree to be joined: (bits of a code, inputs of a group, whether groups
-        have lows, inputs)."""
-        return self.bits, self.group, self.lows is not None, self.inputs
+        have lows, inputs, table)."""
+        return self.bits, self.group, self.lows is not None, self.inputs, self.table
 
 
 def by_rows(weight: PackedWeight, device: torch.device) -> PackedRows:
@@ -52,22 +52,21 @@ def by_rows(weight: PackedWeight, device: torch.device) -> PackedRows:
     codes, scales, lows = on_device
     assert codes is not None
     assert scales is not None
-    moved = PackedWeight(codes, scales, lows, weight.outputs, weight.inputs, weight.bits, weight.group)
-    numbers = unpack_codes(moved)
+    laid = unpack_codes(replace(weight, codes=codes, scales=scales, lows=lows))
     padding = -weight.inputs % GROUP
     if padding:
-        numbers = torch.nn.functional.pad(numbers, (0, padding))
+        laid = torch.nn.functional.pad(laid, (0, padding))
     if weight.bits == 4:
-        zero = ZERO if lows is None else 0
-        low, high = (numbers + zero).to(torch.uint8).view(weight.outputs, -1, 2, HALF).unbind(2)
-        numbers = low | high << 4
+        low, high = laid.to(torch.uint8).view(weight.outputs, -1, 2, weight.group // 2).unbind(2)
+        laid = low | high << 4
     return PackedRows(
-        codes=numbers.reshape(weight.outputs, -1).contiguous().view(torch.uint8),
+        codes=laid.reshape(weight.outputs, -1).contiguous().view(torch.uint8),
         scales=_rows(scales, weight.outputs),
         lows=None if lows is None else _rows(lows, weight.outputs),
         inputs=weight.inputs,
         bits=weight.bits,
         group=weight.group,
+        table=weight.table,
     )
 
 
@@ -87,6 +86,7 @@ def joined(weights: Sequence[PackedRows]) -> PackedRows:
         inputs=first.inputs,
         bits=first.bits,
         group=first.group,
+        table=first.table,
     )
 
 
@@ -94,12 +94,12 @@ def unpacked(weight: PackedRows, outputs: Tensor | slice, dtype: torch.dtype) ->
     """Return some outputs' rows of a weight, rounded once: [n, inputs]. outputs: int64 [n], or a slice."""
     codes, scales = weight.codes[outputs], weight.scales[outputs].float()
     if weight.bits == 4:
-        halves = codes.unflatten(1, (-1, 1, HALF))
-        wide = torch.cat((halves & 15, halves >> 4), 2).flatten(2).float()
-        if weight.lows is None:
-            wide -= ZERO
+        halves = codes.unflatten(1, (-1, 1, weight.group // 2))
+        codes = torch.cat((halves & 15, halves >> 4), 2).flatten(1)
     else:
-        wide = codes.view(torch.int8).unflatten(1, (-1, weight.group)).float()
+        codes = codes.view(torch.int8)
+    numbers = code_numbers(codes, weight.bits, weight.lows is not None, weight.table)
+    wide: Tensor = numbers.unflatten(1, (-1, weight.group))
     wide *= scales[..., None]
     if weight.lows is not None:
         wide += weight.lows[outputs].float()[..., None]

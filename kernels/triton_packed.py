@@ -30,6 +30,21 @@ _UNPACKED_OUTPUTS, _UNPACKED_GROUPS = 2, 64  # outputs and groups of one program
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _four_bits(code: tl.tensor, has_lows: tl.constexpr, is_e2m1: tl.constexpr) -> tl.tensor:
+    """Return the fp32 numbers that codes from 0 to 15 stand for: places in the table of FP4, or themselves, less 8
+    without lows."""
+    if is_e2m1:
+        # The same exponent and mantissa in fp16, whose exponents are 14 less.
+        raw = (code.to(tl.uint16) & 8) << 12 | (code.to(tl.uint16) & 7) << 9
+        number = raw.to(tl.float16, bitcast=True).to(tl.float32) * 16384.0
+    else:
+        number = code.to(tl.float32)
+        if not has_lows:
+            number -= _ZERO
+    return number
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _numbers(
     code: tl.tensor, scale: tl.tensor, low: tl.tensor, has_lows: tl.constexpr, element: tl.constexpr
 ) -> tl.tensor:
@@ -66,6 +81,7 @@ def _product(
     bits: tl.constexpr,
     group: tl.constexpr,  # inputs with one scale
     has_lows: tl.constexpr,
+    is_e2m1: tl.constexpr,  # codes are places in the table of FP4
     has_bias: tl.constexpr,
     adds: tl.constexpr,
     is_part: tl.constexpr,
@@ -102,13 +118,12 @@ def _product(
             number = tl.reshape(number, (tile_outputs, tile_groups * group_bytes))
             total = tl.dot(number, tl.trans(x), total)
         else:
-            zero: tl.constexpr = 0 if has_lows else _ZERO
-            number = _numbers((code & 15).to(tl.float32) - zero, scale, low, has_lows, element)
+            number = _numbers(_four_bits(code & 15, has_lows, is_e2m1), scale, low, has_lows, element)
             number = tl.reshape(number, (tile_outputs, tile_groups * group_bytes))
             total = tl.dot(number, tl.trans(x), total)
             mask = is_row[:, None] & (start * group + group_bytes + column < inputs)[None, :]
             x = tl.load(x_at + start * group + group_bytes, mask=mask, other=0.0)
-            number = _numbers((code >> 4).to(tl.float32) - zero, scale, low, has_lows, element)
+            number = _numbers(_four_bits(code >> 4, has_lows, is_e2m1), scale, low, has_lows, element)
             number = tl.reshape(number, (tile_outputs, tile_groups * group_bytes))
             total = tl.dot(number, tl.trans(x), total)
     mask = is_output[:, None] & is_row[None, :]
@@ -165,6 +180,7 @@ def _unpack(
     bits: tl.constexpr,
     group: tl.constexpr,
     has_lows: tl.constexpr,
+    is_e2m1: tl.constexpr,
     tile_outputs: tl.constexpr,
     tile_groups: tl.constexpr,
 ) -> None:
@@ -188,10 +204,9 @@ def _unpack(
         number = _numbers(wide, scale, low, has_lows, element)
         tl.store(target, number, mask=mask & (column < inputs))
     else:
-        zero: tl.constexpr = 0 if has_lows else _ZERO
-        number = _numbers((code & 15).to(tl.float32) - zero, scale, low, has_lows, element)
+        number = _numbers(_four_bits(code & 15, has_lows, is_e2m1), scale, low, has_lows, element)
         tl.store(target, number, mask=mask & (column < inputs))
-        number = _numbers((code >> 4).to(tl.float32) - zero, scale, low, has_lows, element)
+        number = _numbers(_four_bits(code >> 4, has_lows, is_e2m1), scale, low, has_lows, element)
         tl.store(target + group_bytes, number, mask=mask & (column + group_bytes < inputs))
 
 
@@ -211,6 +226,11 @@ def shares(weight: PackedRows) -> tuple[int, int]:
     tile = _ROW_BYTES // group_bytes
     part = -(-groups // (parts * tile)) * tile
     return -(-groups // part), part
+
+
+def stages(tile_rows: int, bits: int, group: int) -> int:
+    """Return how many loads of a product of `tile_rows` rows are under way: as many as registers and memory allow."""
+    return 2 if (tile_rows, bits, group) == (32, 4, 16) else _STAGES[tile_rows]  # else registers spill on an A100
 
 
 def product(x: Tensor, weight: PackedRows, bias: Tensor | None, added: Tensor | None = None) -> Tensor:
@@ -246,12 +266,13 @@ def product(x: Tensor, weight: PackedRows, bias: Tensor | None, added: Tensor | 
         bits=weight.bits,
         group=weight.group,
         has_lows=weight.lows is not None,
+        is_e2m1=weight.table == "e2m1",
         is_part=parts > 1,
         tile_rows=tile_rows,
         tile_outputs=_OUTPUTS,
         tile_groups=tile_groups,
         num_warps=_WARPS,
-        num_stages=_STAGES[tile_rows],
+        num_stages=stages(tile_rows, weight.bits, weight.group),
         **flags,
     )
     if parts > 1:
@@ -278,6 +299,7 @@ def unpack(weight: PackedRows, first: int, count: int, dtype: torch.dtype) -> Te
             bits=weight.bits,
             group=weight.group,
             has_lows=weight.lows is not None,
+            is_e2m1=weight.table == "e2m1",
             tile_outputs=_UNPACKED_OUTPUTS,
             tile_groups=_UNPACKED_GROUPS,
         )

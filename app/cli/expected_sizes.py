@@ -98,6 +98,8 @@ def model_shape(
         text = config.get("text_config") or config
         if "kv_lora_rank" in text:  # sizes of keys and values differ from what its heads suggest
             return None
+        if "quantization_config" in config or "quantization_config" in text:  # unpacked, weights are larger than files
+            return None
         heads = text["num_attention_heads"]
         head_dim = text.get("head_dim") or text["hidden_size"] // heads
         rows = 2 * text["num_hidden_layers"] * (text.get("num_key_value_heads") or heads)  # rows of one head

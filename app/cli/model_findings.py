@@ -33,11 +33,11 @@ class DescribedModel:
     is_tried: bool = False
     is_movable: bool | None = None
     packing: str = ""
+    quantised: str = ""
     window_tokens: int | None = None
     parameters: int = 0
     table_weights: int = 0
     layer_weights: int = 0
-    has_experts: bool = False
     layers: int = 1
     kv_numbers: int | None = None
     kv_rows: int | None = None
@@ -84,7 +84,7 @@ def describe(source: str) -> DescribedModel:
 def _read(said: dict[str, Any]) -> DescribedModel:
     """Read what the other process has printed. Raises KeyError, TypeError."""
     outline = said["outline"] or {}
-    names = ("parameters", "table_weights", "layer_weights", "has_experts", "layers", "kv_numbers", "kv_rows")
+    names = ("parameters", "table_weights", "layer_weights", "layers", "kv_numbers", "kv_rows")
     return DescribedModel(
         refused=_shown(said["refused"]),
         instead=_shown(said["instead"]),
@@ -93,6 +93,7 @@ def _read(said: dict[str, Any]) -> DescribedModel:
         is_tried=said["is_tried"],
         is_movable=said["is_movable"],
         packing=_shown(said["packing"]),
+        quantised=_shown(said["quantised"]),
         window_tokens=said["window"],
         **{name: outline[name] for name in names if name in outline},
     )
@@ -134,13 +135,11 @@ def _weights(model: DescribedModel, form: str, memory_bytes: int) -> Finding:
         return Finding(
             "weights", Level.OK, f"{model.parameters / 1e9:.2f} billion numbers, packed already: {model.packing}"
         )
-    sizes = {"bf16": model.weight_bytes("bf16", 2)}
-    if not model.has_experts:
-        sizes |= {packed: model.weight_bytes(packed, 2) for packed in ("q8", "q4")}
+    sizes = {form: model.weight_bytes(form, 2) for form in ("bf16", "q8", "q4")}
     listed = ", ".join(f"{name} {size / GIB:.1f} GiB" for name, size in sizes.items())
     found = f"{model.parameters / 1e9:.2f} billion numbers: {listed}"
-    if model.has_experts:
-        found += "; those of experts are not packed yet"
+    if model.quantised:
+        found += f"; auto keeps those of {model.quantised}, where weights can stay packed"
     chosen = sizes.get(form, sizes["bf16"])
     fits = [name for name, size in sizes.items() if size < memory_bytes]
     if not fits:

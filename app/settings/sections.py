@@ -60,8 +60,9 @@ class ModelSettings(Section):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="compute and KV type")
     weights: Literal["auto", "bf16", "q8", "q4"] = Field(
         "auto",
-        description="how weights are kept in memory; auto: a GGUF file's as packed as they are in it, others as "
-        "they are; bf16: unpacked; q8, q4: packed to 8 or 4 bits at the first start, which changes answers a little",
+        description="how weights are kept in memory; auto: those of a GGUF file or a quantised checkpoint as packed as "
+        "they are in it, others as they are; bf16: unpacked; q8, q4: packed to 8 or 4 bits at the first start, which "
+        "changes answers a little",
     )
     tensor_parallel: int = Field(
         1,

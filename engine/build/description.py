@@ -12,11 +12,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from reprise.engine.build.weights import DESCRIPTIONS, GGUF_SUFFIX, fetch
+from reprise.engine.build.weights import DESCRIPTIONS, GGUF_SUFFIX, fetch, quantised_form
 from reprise.engine.gguf.configuration import config_of as config_of_gguf
 from reprise.engine.gguf.reader import GgufRefused
 from reprise.engine.model.known_types import KNOWN_TYPES, Service
-from reprise.engine.model.loading import ModelRefused, load_config, read_config, rope_limit, text_of
+from reprise.engine.model.loading import ModelRefused, load_config, read_architecture, rope_limit, text_of
 from reprise.engine.model.outline import Outline, outline_of
 from reprise.engine.model.refusals import refusal_of
 from reprise.engine.packed.directory import DamagedDirectory, is_packed, read_index
@@ -39,6 +39,7 @@ class Description:
     is_tried: bool = False  # whether the table of known types has a verdict on a model of this type
     is_movable: bool | None = None  # whether saved keys survive truncation; None: the table does not know
     packing: str = ""  # how the weights of a directory are packed already
+    quantised: str = ""  # the format in which a checkpoint is quantised; empty: it is not
     window: int | None = None  # tokens
     outline: Outline | None = None
 
@@ -51,7 +52,8 @@ def describe(model: str) -> Description:
         if path.suffix == GGUF_SUFFIX and path.is_file():
             return _describe(config_of_gguf(path), lambda: None)
         directory = _directory(model, path)
-        described = _describe(load_config(directory), lambda: read_config(directory))
+        form = quantised_form(directory)
+        described = replace(_describe(load_config(directory), lambda: read_architecture(directory)), quantised=form)
         return replace(described, packing=read_index(directory).weights) if is_packed(directory) else described
     except (ModelRefused, GgufRefused, DamagedDirectory) as refusal:
         return Description(model_type="", refused=str(refusal))

@@ -17,7 +17,7 @@ from reprise.cache.storage.throttle import Throttle
 from reprise.engine.build.codec import choose_codec, coded_fingerprint, selected_fingerprint
 from reprise.engine.build.page_dtype import ChosenPages, choose_pages, paged_fingerprint
 from reprise.engine.build.resources import memory
-from reprise.engine.build.weights import load_weights, pack_weights, resolve_files
+from reprise.engine.build.weights import load_weights, pack_weights, quantised_form, resolve_files, unpack_weights
 from reprise.engine.codec.activation import watch_inputs
 from reprise.engine.codec.chosen import ChosenCodec
 from reprise.engine.codec.quality import Subject
@@ -149,8 +149,7 @@ def load(config: EngineConfig, rank: int = 0, rendezvous: str = "") -> LoadedMod
     device = _device(config.device)
     if config.threads or num_ranks > 1:
         torch.set_num_threads(max(1, (config.threads or torch.get_num_threads()) // num_ranks))
-    dtype = _dtype(config.model.dtype, device)
-    path = _files(config, device, dtype)
+    path, dtype = _files(config, device)
     if num_ranks > 1:
         from reprise.engine.model.join_ranks import join_ranks
 
@@ -177,17 +176,35 @@ def load(config: EngineConfig, rank: int = 0, rendezvous: str = "") -> LoadedMod
     )
 
 
-def _files(config: EngineConfig, device: torch.device, dtype: torch.dtype) -> Path:
-    """Return the directory of the model, whose weights are packed or not, as `model.weights` demands. Raises
-    ModelRefused."""
+def find_files(config: EngineConfig) -> Path:
+    """Return the directory of the model as `load` will load it. Raises ModelRefused."""
+    return _files(config, _device(config.device))[0]
+
+
+def _files(config: EngineConfig, device: torch.device) -> tuple[Path, torch.dtype]:
+    """Return the directory of the model, whose weights are packed or not, as `model.weights` demands, and the type in
+    which the model computes. Raises ModelRefused."""
     wanted, kept = config.model.weights, Path(config.cache.disk_dir) / "models"
-    against = _against_packing(config, device, dtype)
+    dtype = _dtype(config.model.dtype, device)
+    # A CPU without products in bf16 is faster in fp32. But packed weights have kernels for bf16 alone, which add up in
+    # fp32.
+    in_bf16 = torch.bfloat16 if config.model.dtype == "auto" and device.type == "cpu" else dtype
+    against = _against_packing(config, device, in_bf16)
     if against and wanted in ("q4", "q8"):
         raise ModelRefused(f"model.weights is {wanted}, but {against}: take auto")
     path = resolve_files(config.model.source, kept, keep=wanted == "auto" and not against)
-    if against and is_packed(path):
+    if is_packed(path) and against:
         raise ModelRefused(f"the weights of {path} are packed, but {against}: take the original model")
-    return pack_weights(path, kept, wanted) if wanted in ("q4", "q8") else path
+    if is_packed(path) and wanted == "auto":
+        return path, in_bf16
+    if not is_packed(path) and quantised_form(path) and (against or wanted == "bf16"):
+        if against:
+            log.info("the weights are unpacked, because %s", against)
+        where = torch.device("cpu") if config.weights.offload == "dram" else device
+        return unpack_weights(path, kept, dtype, where, config.model.tensor_parallel), dtype
+    if wanted in ("q4", "q8") or (wanted == "auto" and quantised_form(path)):
+        return pack_weights(path, kept, wanted, device), in_bf16
+    return path, dtype
 
 
 def _against_packing(config: EngineConfig, device: torch.device, dtype: torch.dtype) -> str:
@@ -195,7 +212,7 @@ def _against_packing(config: EngineConfig, device: torch.device, dtype: torch.dt
     if device.type != "cpu" and (dtype == torch.float32 or triton_packed() is None):
         return "packed weights need Triton, and model.dtype bfloat16 or float16"
     if device.type == "cpu" and (dtype != torch.bfloat16 or decode_kernels() is None):
-        return "packed weights need model.dtype bfloat16, a processor with AVX-512, and numba"
+        return "packed weights need model.dtype bfloat16, a processor with AVX2, and numba"
     if config.model.tensor_parallel > 1 or config.weights.offload != "none":
         return "packed weights need model.tensor_parallel 1 and weights.offload none"
     return ""

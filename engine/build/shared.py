@@ -3,15 +3,13 @@ theirs."""
 
 import functools
 from dataclasses import replace
-from pathlib import Path
 
 import msgspec
 
 from reprise.engine.build.first_steps import WarmModel, warm_up
-from reprise.engine.build.model import LoadedModel, ProbedModel, load, probe_model
+from reprise.engine.build.model import LoadedModel, ProbedModel, find_files, load, probe_model
 from reprise.engine.build.room import Room, find_room
 from reprise.engine.build.tiers import Tiers, build_tiers
-from reprise.engine.build.weights import resolve_files
 from reprise.engine.config import EngineConfig
 from reprise.engine.model.loading import check_split
 from reprise.engine.ranks.group import RankGroup
@@ -33,7 +31,7 @@ def decode_room(encoded: msgspec.Raw) -> Room:
 def build_shared(config: EngineConfig) -> tuple[LoadedModel, ProbedModel, Room, Tiers, WarmModel]:
     """Start the other ranks, load the model together with them, and have all ranks make tiers of the same size. Raises
     ModelRefused."""
-    path = resolve_files(config.model.source, Path(config.cache.disk_dir) / "models")  # once, not by every rank
+    path = find_files(config)  # once, not by every rank
     check_split(path, config.model.tensor_parallel)
     local = msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, source=str(path)))
     ranks = RankGroup(config=local, num_ranks=config.model.tensor_parallel)

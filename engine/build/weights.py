@@ -1,13 +1,23 @@
-"""Finds the files of a model and loads its weights, whether stored as safetensors, GGUF or packed."""
+"""Finds the files of a model and loads its weights, whether stored as safetensors, quantised or not, GGUF or packed."""
 
+import shutil
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import nn
 
+from reprise.engine.build.resources import memory
 from reprise.engine.gguf.reader import GgufRefused
 from reprise.engine.model.hf_model import prepare
-from reprise.engine.model.loading import ModelRefused, check_safetensors, load_model, read_config, text_of
+from reprise.engine.model.loading import (
+    ModelRefused,
+    check_safetensors,
+    load_model,
+    read_architecture,
+    read_config,
+    text_of,
+)
 from reprise.engine.packed import directory as packed_directory
 from reprise.engine.packed.directory import DamagedDirectory, is_packed
 
@@ -37,7 +47,9 @@ def resolve_files(model: str, conversions: Path, keep: bool = False) -> Path:
 def _fetched(model: str) -> Path:
     """Return the directory of a model's files from the hub. What its configuration alone refuses is refused before the
     weights come, which may be hundreds of gigabytes. Raises ModelRefused."""
-    text_of(read_config(fetch(model, *DESCRIPTIONS)))
+    found = fetch(model, *DESCRIPTIONS)
+    quantised_form(found)
+    text_of(read_architecture(found))
     return fetch(model, *DESCRIPTIONS, "*.safetensors")
 
 
@@ -68,15 +80,75 @@ def load_weights(path: Path, dtype: torch.dtype, device: torch.device, num_ranks
         raise ModelRefused(f"{error}; delete that directory, and it is made again") from error
 
 
-def pack_weights(path: Path, conversions: Path, weights: str) -> Path:
-    """Return a directory with the same weights packed to q4 or q8, made once. Raises ModelRefused."""
+def quantised_form(path: Path) -> str:
+    """Return the format in which the weights of the model in a directory are quantised, for people; empty if they are
+    not. Raises ModelRefused for one that is not read."""
+    from reprise.engine.packed.sources.checkpoint import SourceRefused
+    from reprise.engine.packed.sources.source import check_quantisation
+
+    if not (path / "config.json").is_file():  # a configuration that is missing is refused with better words elsewhere
+        return ""
+    try:
+        return check_quantisation(path)
+    except SourceRefused as error:
+        raise ModelRefused(str(error)) from error
+
+
+def pack_weights(path: Path, conversions: Path, weights: str, device: torch.device) -> Path:
+    """Return a directory with the same weights packed, made once: to q4 or q8, or with auto as a quantised checkpoint
+    has them. device: on which they will be computed with. Raises ModelRefused, also where its memory or the disk is too
+    small to make them."""
     from reprise.engine.packed.from_directory import packed
 
     if is_packed(path):
         raise ModelRefused(f"model.weights is {weights}, but the weights of {path} are packed already: take auto")
-    read_config(path)
+    read_architecture(path)
     check_safetensors(path)
     try:
-        return packed(path, conversions, weights)
+        return packed(path, conversions, weights, partial(_check_rooms, conversions, device, path))
     except (OSError, ValueError) as error:
-        raise ModelRefused(f"{path} cannot be packed to {weights}: {error}") from error
+        raise ModelRefused(f"{path} cannot be packed (model.weights {weights}): {error}") from error
+
+
+def unpack_weights(
+    path: Path, conversions: Path, dtype: torch.dtype, device: torch.device, num_devices: int = 1
+) -> Path:
+    """Return a directory with the weights of a quantised checkpoint as numbers of bf16, made once. dtype, device,
+    num_devices: how and where they will be loaded. Raises ModelRefused, also where memory or the disk is too small."""
+    from reprise.engine.packed.dequantised import dequantised, dequantised_path
+    from reprise.engine.packed.sources.source import of_checkpoint
+
+    read_architecture(path)
+    check_safetensors(path)
+    try:
+        source = of_checkpoint(path)
+        assert source is not None
+        _check_room(
+            f"memory of {device.type}", source.dense_bytes(dtype.itemsize), _free_memory(device, num_devices), path
+        )
+        if not dequantised_path(source, conversions).is_dir():
+            conversions.mkdir(parents=True, exist_ok=True)
+            _check_room("disk", source.dense_bytes(2), shutil.disk_usage(conversions).free, path)
+        return dequantised(source, conversions)
+    except (OSError, ValueError) as error:
+        raise ModelRefused(f"{path} cannot be unpacked to bf16: {error}") from error
+
+
+def _check_rooms(conversions: Path, device: torch.device, path: Path, needed: int) -> None:
+    """Raise ModelRefused if packed weights do not fit into memory or on the disk. Raises OSError."""
+    _check_room(f"memory of {device.type}", needed, _free_memory(device, 1), path)
+    _check_room("disk", needed, shutil.disk_usage(conversions).free, path)
+
+
+def _free_memory(device: torch.device, num_devices: int) -> int:
+    """Return the bytes that are free where weights are computed with."""
+    return memory().available if device.type == "cpu" else num_devices * int(torch.cuda.mem_get_info(device)[0])
+
+
+def _check_room(where: str, needed: int, free: int, path: Path) -> None:
+    """Raise ModelRefused if weights do not fit."""
+    if needed > free:
+        raise ModelRefused(
+            f"the weights of {path}, with those unpacked that cannot stay packed here, take {needed} bytes "
+            f"({needed / 2**30:.1f} GiB), but the {where} has {free} free ({free / 2**30:.1f} GiB)"
+        )

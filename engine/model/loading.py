@@ -70,7 +70,19 @@ def check_safetensors(path: Path) -> None:
 
 
 def read_config(path: Path) -> Any:
-    """Return the configuration of the model in a directory. Raises ModelRefused for a model that is not served."""
+    """Return the configuration of the model in a directory, whose weights are numbers. Raises ModelRefused for a model
+    that is not served."""
+    config = read_architecture(path)
+    quantised = getattr(config, "quantization_config", None)
+    if quantised is not None:
+        method = getattr(quantised, "quant_method", None) or dict(quantised).get("quant_method", "unknown")
+        raise ModelRefused(f"quantised weights ({method}) have to be unpacked or packed before they are loaded")
+    return config
+
+
+def read_architecture(path: Path) -> Any:
+    """Return the configuration of the model in a directory, in whatever form its weights are. Raises ModelRefused for a
+    model that is not served."""
     config = load_config(path)
     _check_config(config)
     return config
@@ -89,13 +101,6 @@ def load_config(path: Path) -> Any:
 
 def _check_config(config: Any) -> None:
     name = config.model_type
-    if getattr(config, "quantization_config", None) is not None:
-        method = getattr(config.quantization_config, "quant_method", None) or dict(config.quantization_config).get(
-            "quant_method", "unknown"
-        )
-        raise ModelRefused(
-            f"quantised checkpoints ({method}) cannot be run; use the unquantised one (with model.weights q4)"
-        )
     if getattr(config, "is_encoder_decoder", False):
         raise ModelRefused(f"{name} is an encoder-decoder model; only causal language models are served")
     if (reason := refusal_of(config.get_text_config())) is not None:

@@ -3,10 +3,14 @@
 Besides configuration and tokenizer it has safetensors files. They hold a packed weight NAME (scale * code + low) as
 NAME.codes, NAME.scales and in some formats NAME.lows, in the layout of `reprise.kernels.packed`, and any other tensor
 under its own name. `packed.json` says which weights are packed, and how.
+
+Format 2 adds to each weight its `table` (null where codes are numbers themselves), `experts` (how many matrices of the
+same shape it has; 0: it is a matrix) and `from`: the format of the checkpoint that it was read in, empty for one that
+was not quantised. Format 1, without these, is still read.
 """
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,11 +19,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from reprise.kernels.packed import BLOCK, GROUP, PackedWeight
+from reprise.kernels.packed import BLOCK, GROUP, TABLES, PackedWeight
 
 INDEX = "packed.json"
-FORMAT = 1
+FORMAT = 2
+_READ = (1, 2)  # formats that this version reads
 _SHARD_BYTES = 2 << 30
+# The forms that kernels know: (bits of a code, inputs of a group, whether there are no lows).
+_FORMS = ((4, 32, True), (4, 32, False), (8, 32, True), (8, 32, False), (8, 16, True))
+_TABLE_FORMS = ((4, 32, True), (4, 16, True))
 
 
 class DamagedDirectory(Exception):
@@ -39,9 +47,14 @@ def is_packed(directory: Path) -> bool:
     return (directory / INDEX).is_file()
 
 
-def write(directory: Path, weights: str, tensors: Iterable[tuple[str, Tensor | PackedWeight]]) -> None:
+def write(
+    directory: Path,
+    weights: str,
+    tensors: Iterable[tuple[str, Tensor | PackedWeight]],
+    formats: Mapping[str, str] | None = None,
+) -> None:
     """Write the weights of a model into an existing directory, one file after the other. weights: text for people that
-    says how they are packed. Raises OSError."""
+    says how they are packed. formats: by weight, the format of the checkpoint that it was read in. Raises OSError."""
     packed: dict[str, dict[str, Any]] = {}
     files: dict[str, str] = {}
     shard: dict[str, Tensor] = {}
@@ -66,6 +79,9 @@ def write(directory: Path, weights: str, tensors: Iterable[tuple[str, Tensor | P
                 "outputs": tensor.outputs,
                 "inputs": tensor.inputs,
                 "lows": tensor.lows is not None,
+                "table": tensor.table,
+                "experts": tensor.experts,
+                "from": (formats or {}).get(name, ""),
             }
             size += tensor.size_bytes
         else:
@@ -82,7 +98,7 @@ def read_index(directory: Path) -> PackedDirectory:
     """Read `packed.json`. Raises DamagedDirectory."""
     try:
         index = json.loads((directory / INDEX).read_text(encoding="utf-8"))
-        if index["format"] != FORMAT:
+        if index["format"] not in _READ:
             raise DamagedDirectory(f"{directory} is packed in format {index['format']}, this version reads {FORMAT}")
         return PackedDirectory(index["weights"], index["tensors"], index["files"])
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -115,14 +131,18 @@ def _weight(name: str, how: dict[str, Any], parts: dict[str, Tensor]) -> PackedW
     outputs, inputs, bits, group = (int(how[field]) for field in ("outputs", "inputs", "bits", "group"))
     codes, scales = parts.pop(f"{name}.codes"), parts.pop(f"{name}.scales")
     lows = parts.pop(f"{name}.lows") if how["lows"] else None
-    blocks, padded = -(-outputs // BLOCK), -(-inputs // GROUP) * GROUP
+    table = how.get("table")
+    experts = int(how.get("experts", 0))
+    blocks, padded = max(1, experts) * -(-outputs // BLOCK), -(-inputs // GROUP) * GROUP
     fits = (
         min(outputs, inputs) > 0
-        and (bits, group, lows is None) in ((4, 32, True), (4, 32, False), (8, 32, True), (8, 32, False), (8, 16, True))
+        and experts >= 0
+        and (bits, group, lows is None) in (_FORMS if table is None else _TABLE_FORMS)
+        and (table is None or table in TABLES)
         and codes.numel() * codes.element_size() == blocks * BLOCK * padded * bits // 8
         and all(x is None or list(x.shape) == [blocks, padded // group, BLOCK] for x in (scales, lows))
         and all(x is None or x.element_size() == 2 for x in (scales, lows))
     )
     if not fits:
         raise DamagedDirectory(f"the weight {name[:80]} has not the size that its shape asks for")
-    return PackedWeight(codes, scales, lows, outputs, inputs, bits, group)  # type: ignore[arg-type]
+    return PackedWeight(codes, scales, lows, outputs, inputs, bits, group, table, experts)  # type: ignore[arg-type]

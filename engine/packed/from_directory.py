@@ -1,51 +1,73 @@
 """Packs a model directory's weights, and keeps the result for later starts."""
 
+import functools
 import hashlib
+import json
 import logging
+import math
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from reprise.engine.model.loading import read_config, text_of
 from reprise.engine.model.made_models import forget_old, fresh_directory
-from reprise.engine.model.weight_names import WeightNames
 from reprise.engine.packed import directory as packed_directory
+from reprise.engine.packed.experts import ExpertsPacker
+from reprise.engine.packed.module_names import ModuleNames, Target
 from reprise.engine.packed.quantise import quantise
+from reprise.engine.packed.sources.checkpoint import INDEX
+from reprise.engine.packed.sources.configuration import without_quantisation
+from reprise.engine.packed.sources.source import Source, of_checkpoint, of_plain_checkpoint
 from reprise.kernels.packed import GROUP, Bits, PackedWeight, pack
 
-_WRITTEN_BY = 1  # version of the packer; increase it to discard older results
+_WRITTEN_BY = 3  # version of the packer; increase it to discard older results
 _BITS: dict[str, Bits] = {"q4": 4, "q8": 8}
 _COPIED = ("*.json", "*.jinja", "tokenizer.model")
-_INDEX = "model.safetensors.index.json"
+_NOT_COPIED = (INDEX, "config.json", "hf_quant_config.json")
+_PACKED_BITS: dict[Bits, int] = {4: 5, 8: 9}  # bits of a number with its part of the scales
+# Modules whose weights are small and decide much: they choose experts.
+_ROUTERS = ("router", "gate", "shared_expert_gate")
 
 log = logging.getLogger(__name__)
 
 
-def packed(source: Path, directory: Path, weights: str) -> Path:
-    """Return a directory with the same weights packed to q4 or q8, made by this start or an earlier one. Embeddings and
-    heads get 8 bits, because rounding them does the most harm. Of a wrapper only the text is packed. Raises
-    ModelRefused, OSError, ValueError."""
-    found = directory / f"{_stamp(source)}-{weights}-{_WRITTEN_BY}"
+def packed(path: Path, directory: Path, weights: str, check_room: Callable[[int], None] = lambda _: None) -> Path:
+    """Return a directory with the same weights packed, made by this start or an earlier one. path: a model directory,
+    quantised or not. weights: q4 or q8, where embeddings and heads get 8 bits, because rounding them does the most
+    harm; or auto, which keeps what is quantised as it is and leaves the rest alone. Of a wrapper only the text is
+    packed. check_room: called with the bytes of the result before it is made; may raise. Raises ModelRefused, OSError,
+    ValueError."""
+    found = directory / f"{stamp_of(path)}-{weights}-{_WRITTEN_BY}"
     if not found.is_dir():
-        log.info("packing %s to %s, once: %s", source, weights, found)
-        names = WeightNames(text_of(read_config(source)))
+        log.info("packing %s to %s, once: %s", path, weights, found)
+        source = of_checkpoint(path) or of_plain_checkpoint(path)
         with fresh_directory(found) as fresh:
-            for pattern in _COPIED:
-                for file in source.glob(pattern):
-                    if file.name != _INDEX:
-                        shutil.copy(file, fresh)
-            packed_directory.write(fresh, weights, _packed_weights(source, names, _BITS[weights]))
+            copy_descriptions(path, fresh)
+            names = ModuleNames(text_of(read_config(fresh)))
+            packer = _Packer(source, names, _BITS.get(weights))
+            check_room(packer.size_bytes())
+            packed_directory.write(fresh, packer.text(weights), packer.weights(), packer.formats)
     os.utime(found)
     forget_old(directory)
     return found
 
 
-def _stamp(source: Path) -> str:
+def copy_descriptions(source: Path, fresh: Path) -> None:
+    """Copy configuration and tokenizer of a model, without what is said of quantised weights. Raises OSError,
+    ValueError."""
+    for pattern in _COPIED:
+        for file in source.glob(pattern):
+            if file.name not in _NOT_COPIED:
+                shutil.copy(file, fresh)
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    (fresh / "config.json").write_text(json.dumps(without_quantisation(config), indent=2) + "\n", encoding="utf-8")
+
+
+def stamp_of(source: Path) -> str:
     """Return a name that changes when a file of the directory does, without reading the files."""
     digest = hashlib.blake2b(digest_size=16)
     for file in sorted(source.resolve().iterdir()):
@@ -54,22 +76,115 @@ def _stamp(source: Path) -> str:
     return digest.hexdigest()
 
 
-def _packed_weights(source: Path, names: WeightNames, bits: Bits) -> Iterator[tuple[str, Tensor | PackedWeight]]:
-    for file in sorted(source.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as opened:
-            for stored in opened.keys():  # noqa: SIM118
-                if (name := names.of_module(stored)) is None:
-                    continue
-                weight = opened.get_tensor(stored)
-                if _is_packable(name, weight):
-                    is_outer = "embed" in name or "head" in name
-                    yield name, pack(quantise(weight, 8 if is_outer else bits))
-                else:
-                    yield name, weight
+class _Packer:
+    """Packs the weights of one source, under the names that they have in the model."""
+
+    def __init__(self, source: Source, names: ModuleNames, bits: Bits | None) -> None:
+        """Plan it; nothing is read yet. bits: None to keep what is quantised as it is."""
+        self._source, self._names, self._bits = source, names, bits
+        self._experts = ExpertsPacker(source, names)
+        self._targets, unused = names.targets(source.names)
+        if unused:
+            log.info("%d weights of %s have no place in the model, such as %s", len(unused), source.path, unused[0])
+        again = [name for name in source.names if source.is_rounded_again(name)]
+        if again:
+            log.warning(
+                "the codes of %d weights of %s, such as %s, cannot be kept and are rounded again, to %d bits: inputs "
+                "that share a scale are not adjacent (desc_act), or are of an odd number",
+                *(len(again), source.path, again[0], bits or 8),
+            )
+        self.formats = {target.name: source.form for target in self._targets if self._is_quantised(target)}
+
+    @functools.cached_property
+    def _quantised_modules(self) -> frozenset[str]:
+        """The names of modules of which a weight is quantised."""
+        return frozenset(t.name.rpartition(".")[0] for t in self._targets if self._is_quantised(t))
+
+    def _is_quantised(self, target: Target) -> bool:
+        return any(self._source.is_quantised(name) for name, _ in target.sources)
+
+    def text(self, weights: str) -> str:
+        """Say for people how the weights are packed: q4, or int4 (kept from gptq)."""
+        form = self._source.form
+        if not form:
+            return weights
+        if self._bits is not None:
+            return f"{weights} (from {form})"
+        kept: set[str] = set()
+        for target in self._targets:
+            if self._is_packed_alone(target) or self._are_packed_experts(target):
+                kept.update(self._source.text(name) for name, _ in target.sources if self._source.is_quantised(name))
+        exact = sorted(text for text in kept if not text.startswith("q"))
+        if not exact:
+            return f"{'q8' if kept else 'bf16'} (from {form})"
+        return f"{' and '.join(exact)} (kept from {form})"
+
+    def _is_packed_alone(self, target: Target) -> bool:
+        """Return whether a weight is quantised and packed as it is, not joined with others."""
+        if target.converter is not None or not self._is_quantised(target):
+            return False
+        ((name, _),) = target.sources
+        return len(self._source.shape(name)) == 2 and self._source.is_packable(name)
+
+    def size_bytes(self) -> int:
+        """Return about how many bytes the weights will take, with scales and lows for each group."""
+        bits = 0
+        for target in self._targets:
+            is_packed = self._is_packed_alone(target)
+            are_experts = self._are_packed_experts(target)
+            for name, _ in target.sources:
+                each = 16
+                if are_experts:
+                    own = self._source.bits(name) if self._source.is_quantised(name) else 8
+                    each = _PACKED_BITS[self._bits or own]
+                elif is_packed:
+                    each = _PACKED_BITS[self._bits_of(target.name) or self._source.bits(name)]
+                elif self._bits is not None and target.converter is None and not self._is_quantised(target):
+                    each = _PACKED_BITS[_least(target.name, self._bits)]
+                bits += each * math.prod(self._source.shape(name))
+        return bits // 8
+
+    def weights(self) -> Iterator[tuple[str, Tensor | PackedWeight]]:
+        for target in self._targets:
+            if self._are_packed_experts(target):
+                yield target.name, self._experts.packed(target, self._bits)
+            elif target.converter is not None:
+                bits = self._bits or (8 if self._is_quantised(target) else None)
+                for name, weight in self._names.converted(target, self._source.dense):
+                    yield name, _packed_or_plain(name, weight, bits)
+            elif self._is_packed_alone(target):
+                yield target.name, self._source.packed(target.sources[0][0], self._bits_of(target.name))
+            else:
+                weight = self._source.dense(target.sources[0][0])
+                yield (
+                    target.name,
+                    weight if self._is_quantised(target) else _packed_or_plain(target.name, weight, self._bits),
+                )
+
+    def _are_packed_experts(self, target: Target) -> bool:
+        """Return whether a weight is packed as one of experts. Where one projection of a module is, all are."""
+        is_asked = self._bits is not None or target.name.rpartition(".")[0] in self._quantised_modules
+        return is_asked and self._experts.can_pack(target)
+
+    def _bits_of(self, name: str) -> Bits | None:
+        return None if self._bits is None else _least(name, self._bits)
+
+
+def _packed_or_plain(name: str, weight: Tensor, bits: Bits | None) -> Tensor | PackedWeight:
+    if bits is None or not _is_packable(name, weight):
+        return weight
+    return pack(quantise(weight, _least(name, bits)))
+
+
+def _least(name: str, bits: Bits) -> Bits:
+    """Return the bits of a weight where `bits` are asked for: embeddings and heads have 8."""
+    return 8 if "embed" in name or "head" in name else bits
 
 
 def _is_packable(name: str, weight: Tensor) -> bool:
     """Return whether a tensor can be packed: a matrix whose row length is a multiple of GROUP (numbers that share a
-    scale), and not a gate of experts, since gates are small and decide much."""
+    scale), and not of a module that chooses experts."""
     is_matrix = weight.dim() == 2 and weight.is_floating_point() and weight.shape[1] % GROUP == 0
-    return is_matrix and name.endswith("weight") and "router" not in name and weight.dtype != torch.float64
+    module, _, leaf = name.rpartition(".")
+    is_router = "router" in name or module.rpartition(".")[2] in _ROUTERS
+    return is_matrix and leaf == "weight" and not is_router and weight.dtype != torch.float64

@@ -14,10 +14,11 @@ from transformers import GenerationConfig
 from transformers.initialization import no_init_weights
 
 from reprise.engine.model.cpu.quantised import QuantisedEmbedding, QuantisedLinear
+from reprise.engine.model.cpu.quantised_experts import QuantisedProjection, compute_packed, is_right, projections_of
 from reprise.engine.model.cuda.quantised import CudaQuantisedEmbedding, CudaQuantisedLinear
 from reprise.engine.model.loading import text_of
 from reprise.engine.packed.directory import DamagedDirectory, read
-from reprise.kernels.packed import PackedWeight, unpack
+from reprise.kernels.packed import PackedWeight, on_device, unpack
 from reprise.kernels.packed_rows import PackedRows, by_rows
 from reprise.kernels.triton_kernels import triton_packed
 
@@ -37,6 +38,9 @@ class ModulesOnCpu:
     def embedding(self, weight: PackedWeight) -> nn.Module:
         return QuantisedEmbedding(weight, self._dtype)
 
+    def experts(self, weight: PackedWeight) -> QuantisedProjection:
+        return QuantisedProjection(weight)
+
 
 class ModulesOnCuda:
     """A maker of modules on CUDA whose weights stay packed. A weight is laid out once, even if several modules share
@@ -53,6 +57,9 @@ class ModulesOnCuda:
 
     def embedding(self, weight: PackedWeight) -> nn.Module:
         return CudaQuantisedEmbedding(self._rows(weight), self._dtype)
+
+    def experts(self, weight: PackedWeight) -> QuantisedProjection:
+        return QuantisedProjection(on_device(weight, self._device))
 
     def _rows(self, weight: PackedWeight) -> PackedRows:
         address = weight.codes.data_ptr()
@@ -75,7 +82,7 @@ def _load(directory: Path, config: Any, dtype: torch.dtype, made: ModulesOnCpu |
     text = text_of(config)
     with _large_weights_on_meta(), no_init_weights():
         model = text.make(dtype)
-    named = dict(model.named_parameters(remove_duplicate=False))
+    named = dict(model.named_parameters(remove_duplicate=False)) | _persistent_buffers(model)
     weights: dict[str, Tensor | PackedWeight] = {}
     for name, weight in read(directory):
         if name not in named:
@@ -90,10 +97,25 @@ def _load(directory: Path, config: Any, dtype: torch.dtype, made: ModulesOnCpu |
     # Biases come first: a packed layer is made with its bias.
     for name, weight in sorted(weights.items(), key=lambda named: isinstance(named[1], PackedWeight)):
         _set(model, name, weight, dtype, made)
+    if tied:
+        _share_embedding(model)
     _check_kernels(model)
     if (directory / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(directory)
     return model
+
+
+def _share_embedding(model: nn.Module) -> None:
+    """Have an embedding and a head of one weight that is not packed share it."""
+    embedding, output = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
+    if type(embedding) is nn.Embedding and type(output) is nn.Linear:
+        output.weight = embedding.weight
+
+
+def _persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers that checkpoints have, by name, such as corrections of the scores of experts."""
+    buffers = dict(model.named_buffers())
+    return {name: buffers[name] for name in model.state_dict() if name in buffers}
 
 
 def _set(
@@ -107,17 +129,26 @@ def _set(
     path, _, leaf = name.rpartition(".")
     parent_path, _, child = path.rpartition(".")
     module = model.get_submodule(path)
-    want = tuple(getattr(module, leaf).shape)
-    found = (weight.outputs, weight.inputs) if isinstance(weight, PackedWeight) else tuple(weight.shape)
+    want, found = tuple(getattr(module, leaf).shape), tuple(weight.shape)
+    are_experts = isinstance(weight, PackedWeight) and weight.experts > 0
+    if are_experts and getattr(module, "is_transposed", False):
+        want = want[0], want[2], want[1]
     if want != found:
         raise DamagedDirectory(f"the weight {name} has the shape {found}, the model wants {want}")
     parent = model.get_submodule(parent_path)
+    if isinstance(weight, PackedWeight) and are_experts:
+        return compute_packed(module, leaf, made.experts(weight))
     if isinstance(weight, PackedWeight):
         if type(module) is nn.Linear and leaf == "weight":
             return setattr(parent, child, made.linear(weight, None if module.bias is None else module.bias.data))
         if type(module) is nn.Embedding and leaf == "weight":
             return setattr(parent, child, made.embedding(weight))
         weight = unpack(weight, dtype)  # a module of another kind, which does its own arithmetic
+    if leaf in module._buffers:
+        # In no fewer bits than the checkpoint has: transformers keeps some of them in fp32.
+        wide = torch.promote_types(weight.dtype, module._buffers[leaf].dtype)  # type: ignore[union-attr]
+        module.register_buffer(leaf, weight.to(wide))
+        return None
     setattr(module, leaf, nn.Parameter(weight.to(dtype), requires_grad=False))
     return None
 
@@ -127,6 +158,14 @@ def _check_kernels(model: nn.Module) -> None:
     whose compiled kernel is wrong use torch instead."""
     right: dict[tuple[Any, ...], bool] = {}
     for module in model.modules():
+        if (projections := projections_of(module)) and projections[0].fields is not None:
+            if (form := tuple(projection.form for projection in projections)) not in right:
+                right[form] = is_right(module)
+                if not right[form]:
+                    log.warning("kernels for packed experts of %s are wrong and not used", form)
+            if not right[form]:
+                for projection in projections:
+                    projection.use_no_kernels()
         if isinstance(module, QuantisedLinear | CudaQuantisedLinear):
             if (form := module.form) not in right:
                 right[form] = module.is_right()
@@ -140,11 +179,13 @@ def size_of(model: nn.Module) -> tuple[int, int]:
     """Return the number of a model's parameters and their bytes. Shared parameters count once."""
     seen: set[int] = set()
     numbers = size_bytes = 0
-    packed = [m.packed for m in model.modules() if isinstance(m, _PACKED)]
+    packed = [m.packed for m in model.modules() if isinstance(m, (*_PACKED, QuantisedProjection))]
     for weight in packed:
         if weight.codes.data_ptr() not in seen:
             seen.add(weight.codes.data_ptr())
-            numbers, size_bytes = numbers + weight.outputs * weight.inputs, size_bytes + weight.size_bytes
+            experts = weight.experts if isinstance(weight, PackedWeight) else 0
+            numbers += max(1, experts) * weight.outputs * weight.inputs
+            size_bytes += weight.size_bytes
     for parameter in model.parameters():
         numbers, size_bytes = numbers + parameter.numel(), size_bytes + parameter.numel() * parameter.element_size()
     return numbers, size_bytes

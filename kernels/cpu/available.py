@@ -32,9 +32,9 @@ def announce_compiling() -> None:
 
 @functools.cache
 def decode_kernels() -> ModuleType | None:
-    """Return `reprise.kernels.cpu.decode`, or None if it cannot run: without numba, AVX-512, or an OpenMP that torch
-    and numba share."""
-    if platform.machine() != "x86_64" or not torch.cpu._is_avx512_supported():
+    """Return `reprise.kernels.cpu.decode`, or None if it cannot run: without numba, AVX2, or an OpenMP that torch and
+    numba share."""
+    if platform.machine() != "x86_64" or not torch.cpu._is_avx2_supported():
         return None
     threads = torch.get_num_threads()
     try:
@@ -82,6 +82,20 @@ def prefill_kernels() -> ModuleType | None:
         module.self_test()
     except Exception as error:
         log.info("prefill without compiled kernels: %s", error)
+        return None
+    return module
+
+
+@functools.cache
+def expert_kernels() -> ModuleType | None:
+    """Return `reprise.kernels.cpu.experts`, or None if it cannot run. It needs the decode kernels."""
+    if decode_kernels() is None:
+        return None
+    try:
+        module = importlib.import_module("reprise.kernels.cpu.experts")
+        module.self_test()
+    except Exception as error:
+        log.info("experts without compiled kernels: %s", error)
         return None
     return module
 

@@ -5,8 +5,9 @@ bf16 pairs where the processor has them (AVX512_BF16), else in fp32 on vectors o
 
 Packed weights are read as they are stored. A row is divided into groups of 32 inputs, or of 16. Each group has, for
 every output, a scale and perhaps a low (the number that code 0 stands for) in fp16. A number is `scale * code + low`.
-Codes of 4 bits are 0 to 15; without lows, 8 is subtracted from them. Codes of 8 bits are -128 to 127. Sums of products
-with codes are scaled once a group, a fifth of the work of unpacking numbers.
+Codes of 4 bits are 0 to 15; without lows, 8 is subtracted from them, or they are places in the table of FP4 (e2m1).
+Codes of 8 bits are -128 to 127. Sums of products with codes are scaled once a group, a fifth of the work of unpacking
+numbers.
 
 Codes lie in blocks of 32 outputs and all inputs, in the order in which they are read. Within 32 inputs a block of 8-bit
 codes has 16 pairs of inputs, one after the other, each with the 32 outputs; the codes of a pair are adjacent. A block
@@ -46,6 +47,7 @@ from reprise.kernels.cpu.emit import (
     int64_at,
     keep_compiled,
 )
+from reprise.kernels.packed import TABLES, ZERO
 from reprise.kernels.views import Constant
 
 GROUP = 32  # inputs that share a scale
@@ -56,22 +58,28 @@ _QUAD_BYTES = {4: 128, 8: 256, 16: 512}  # bytes of eight inputs of a block, by 
 _AHEAD, _AHEAD_WORDS = 2048, 4096
 
 
-def _bf16_bits(value: int) -> int:
+PLAIN, WITH_LOWS, E2M1 = range(3)
+"""Say what codes stand for: numbers, to which nothing is added; numbers, with a low in each group; places in the table
+of FP4."""
+
+
+def _bf16_bits(value: float) -> int:
     return int(np.float32(value).view(np.uint32)) >> 16
 
 
-def _code_table(zero: int) -> ir.Constant:
+def _code_table(kind: int) -> ir.Constant:
     """Return the 16 bf16 numbers that 4-bit codes stand for, twice, because the look-up instruction takes five bits.
-    zero: the code that stands for 0; it is 8 for weights without lows, else 0."""
-    return ir.Constant(PAIRS, [_bf16_bits(code - zero) for code in range(16)] * 2)
+    kind: PLAIN, where code 8 stands for 0, WITH_LOWS or E2M1."""
+    numbers = TABLES["e2m1"] if kind == E2M1 else [code - (ZERO if kind == PLAIN else 0) for code in range(16)]
+    return ir.Constant(PAIRS, [_bf16_bits(number) for number in numbers] * 2)
 
 
-def _unpacked(e: Emit, bits: int, zero: int, pointer: Any) -> list[Any]:
+def _unpacked(e: Emit, bits: int, kind: int, pointer: Any) -> list[Any]:
     """Load 64 bytes of codes and return them as operands of dot products, 32 bf16 numbers each: for 4 bits four pairs
     of inputs for 16 outputs, for 8 bits one pair for 32."""
     if bits == 4:
         words = e.load(pointer, PAIRS)
-        table = _code_table(zero)
+        table = _code_table(kind)
         shifted = [words, *(e.b.lshr(words, ir.Constant(PAIRS, [n] * 2 * LANES)) for n in (4, 8, 12))]
         return [e.call("llvm.x86.avx512.permvar.hi.512", PAIRS, table, index) for index in shifted]
     found = []
@@ -85,7 +93,7 @@ def _unpacked(e: Emit, bits: int, zero: int, pointer: Any) -> list[Any]:
 def _by_dots(
     e: Emit,
     bits: int,
-    has_lows: int,
+    kind: int,
     quads: int,
     rows: int,
     x: ir.Value,
@@ -101,24 +109,23 @@ def _by_dots(
 ) -> None:
     """Compute the 32 outputs of one block for `rows` rows by dot products of bf16 pairs.
 
-    bits: of a code, or 16 for codes that are bf16 numbers already. has_lows: whether a group has lows, numbers to be
-    added to all of its products. quads: sets of eight inputs in a group. x: the rows, bf16. sums: the sum of each group
-    of a row's inputs, fp32, by which its low is multiplied. codes, scales, lows: of the block, for `groups` groups.
-    out: fp32. x_row, sums_row, out_row: bytes from row to row.
+    bits: of a code, or 16 for codes that are bf16 numbers already. kind: what codes stand for; WITH_LOWS: a group has
+    lows, numbers to be added to all of its products. quads: sets of eight inputs in a group. x: the rows, bf16. sums:
+    the sum of each group of a row's inputs, fp32, by which its low is multiplied. codes, scales, lows: of the block,
+    for `groups` groups. out: fp32. x_row, sums_row, out_row: bytes from row to row.
     """
     totals = [[e.vector() for _ in range(2)] for _ in range(rows)]
     size = _QUAD_BYTES[bits] * quads
-    zero = 0 if has_lows or bits != 4 else 8
     with cgutils.for_range(e.b, groups) as group:
         parts = [[e.vector() for _ in range(2)] for _ in range(rows)]
         base, there = e.at(codes, e.mul(group.index, size)), e.at(x, e.mul(group.index, quads * 16))
         with cgutils.for_range(e.b, I64(quads)) as quad:
             here, ours = e.at(base, e.mul(quad.index, size // quads)), e.at(there, e.mul(quad.index, 16))
             if bits == 4:
-                operands = [_unpacked(e, 4, zero, e.at(here, lane * 64)) for lane in range(2)]
+                operands = [_unpacked(e, 4, kind, e.at(here, lane * 64)) for lane in range(2)]
                 weights = [[operands[lane][pair] for lane in range(2)] for pair in range(4)]
             elif bits == 8:
-                weights = [_unpacked(e, 8, 0, e.at(here, pair * 64)) for pair in range(4)]
+                weights = [_unpacked(e, 8, kind, e.at(here, pair * 64)) for pair in range(4)]
             else:
                 weights = [
                     [e.load(e.at(here, pair * 128 + lane * 64), PAIRS) for lane in range(2)] for pair in range(4)
@@ -133,7 +140,7 @@ def _by_dots(
                         part = parts[row][lane]
                         words = e.b.bitcast(weights[pair][lane], VEC_I32)
                         e.b.store(e.dot(e.b.load(part), both, words), part)
-        _scale(e, has_lows, rows, sums, sums_row, scales, lows, group.index, parts, totals)
+        _scale(e, kind == WITH_LOWS, rows, sums, sums_row, scales, lows, group.index, parts, totals)
     for row in range(rows):
         for lane in range(2):
             e.store(e.b.load(totals[row][lane]), e.at(out, e.mul(out_row, row), lane * 64))
@@ -141,7 +148,7 @@ def _by_dots(
 
 def _scale(
     e: Emit,
-    has_lows: int,
+    has_lows: bool,
     rows: int,
     sums: Any,
     sums_row: Any,
@@ -168,7 +175,7 @@ def _scale(
 def _by_sums(
     e: Emit,
     bits: int,
-    has_lows: int,
+    kind: int,
     quads: int,
     rows: int,
     x: ir.Value,
@@ -198,29 +205,42 @@ def _by_sums(
             for line in range(0, size // steps, 64):
                 e.prefetch(e.at(here, _AHEAD + line))
             for lane in range(2):
-                numbers = _four_bits(e, e.at(here, lane * 64), not has_lows) if bits == 4 else _pair(e, here, lane)
+                numbers = _four_bits(e, e.at(here, lane * 64), kind) if bits == 4 else _pair(e, here, lane)
                 for place, number in enumerate(numbers):
                     for row in range(rows):
                         value = e.load(e.at(ours, e.mul(x_row, row), place * 4), F32)
                         e.add_product(parts[row][lane], e.splat(value), number)
-        _scale(e, has_lows, rows, sums, sums_row, scales, lows, group.index, parts, totals)
+        _scale(e, kind == WITH_LOWS, rows, sums, sums_row, scales, lows, group.index, parts, totals)
     for row in range(rows):
         for lane in range(2):
             e.store(e.b.load(totals[row][lane]), e.at(out, e.mul(out_row, row), lane * 64))
 
 
-def _four_bits(e: Emit, pointer: Any, is_centred: bool) -> list[Any]:
-    """Load the 4-bit codes of four pairs of inputs for 16 outputs. is_centred: subtract 8, as for weights without lows.
-    Returns 8 vectors of numbers in fp32, one for each input."""
+def _four_bits(e: Emit, pointer: Any, kind: int) -> list[Any]:
+    """Load the 4-bit codes of four pairs of inputs for 16 outputs. kind: what they stand for. Returns 8 vectors of
+    numbers in fp32, one for each input."""
     words = e.load(pointer, VEC_I32)
     found = []
     for pair in range(4):
         for odd in range(2):
             code = e.b.and_(e.b.lshr(words, e.words(pair * 4 + odd * 16)), e.words(15))
-            if is_centred:
-                code = e.b.sub(code, e.words(8))
+            if kind == E2M1:
+                found.append(_of_e2m1(e, code))
+                continue
+            if kind == PLAIN:
+                code = e.b.sub(code, e.words(ZERO))
             found.append(e.b.sitofp(code, VEC))
     return found
+
+
+def _of_e2m1(e: Emit, code: Any) -> Any:
+    """Return the numbers of FP4 that 16 codes stand for, in fp32. Exponent and mantissa go where fp32 has them, and the
+    exponent's bias is made 127. The codes 0 and 1 have no hidden bit: they are 0 and a half."""
+    size = e.b.and_(code, e.words(7))
+    whole = e.b.add(e.b.shl(size, e.words(22)), e.words(126 << 23))
+    small = e.b.bitcast(e.b.fmul(e.b.sitofp(size, VEC), e.splat(0.5)), VEC_I32)
+    bits = e.b.select(e.b.icmp_unsigned("<", size, e.words(2)), small, whole)
+    return e.b.bitcast(e.b.or_(bits, e.b.shl(e.b.and_(code, e.words(8)), e.words(28))), VEC)
 
 
 def _pair(e: Emit, pointer: Any, lane: int) -> list[Any]:
@@ -232,15 +252,14 @@ def _pair(e: Emit, pointer: Any, lane: int) -> list[Any]:
 
 
 @emitted
-def _unpack(e: Emit, bits: int, has_lows: int, codes: ir.Value, quads: ir.Value, out: ir.Value) -> None:
+def _unpack(e: Emit, bits: int, kind: int, codes: ir.Value, quads: ir.Value, out: ir.Value) -> None:
     """Write a block's codes to `out` as bf16 numbers [quads, 4 pairs of inputs, 32 outputs, 2]. quads: sets of eight
-    inputs in the block. bits: of a code. has_lows: whether groups have lows; without them 8 is subtracted from 4-bit
-    codes."""
-    size, zero = _QUAD_BYTES[bits], 0 if has_lows or bits != 4 else 8
+    inputs in the block. bits: of a code. kind: what codes stand for."""
+    size = _QUAD_BYTES[bits]
     with cgutils.for_range(e.b, quads) as quad:
         here, there = e.at(codes, e.mul(quad.index, size)), e.at(out, e.mul(quad.index, _QUAD_BYTES[16]))
         for first in range(2 if bits == 4 else 4):
-            for place, operand in enumerate(_unpacked(e, bits, zero, e.at(here, first * 64))):
+            for place, operand in enumerate(_unpacked(e, bits, kind, e.at(here, first * 64))):
                 pair, lane = (place, first) if bits == 4 else (first, place)
                 e.store(operand, e.at(there, pair * 128 + lane * 64))
         for line in range(0, size, 64):
@@ -295,7 +314,7 @@ def _by_words(
 def _few(
     bits: Constant,
     dots: Constant,
-    has_lows: Constant,
+    kind: Constant,
     quads: Constant,
     rows: int,
     x: int,
@@ -319,7 +338,7 @@ def _few(
             if rows - row >= 8:
                 _by_dots(
                     bits,
-                    has_lows,
+                    kind,
                     quads,
                     (0,) * 8,
                     at,
@@ -337,7 +356,7 @@ def _few(
             elif rows - row >= 4:
                 _by_dots(
                     bits,
-                    has_lows,
+                    kind,
                     quads,
                     (0,) * 4,
                     at,
@@ -355,7 +374,7 @@ def _few(
             elif rows - row >= 2:
                 _by_dots(
                     bits,
-                    has_lows,
+                    kind,
                     quads,
                     (0,) * 2,
                     at,
@@ -371,24 +390,20 @@ def _few(
                 )
                 row += 2
             else:
-                _by_dots(
-                    bits, has_lows, quads, (0,), at, x_row, total, sums_row, codes, scales, lows, groups, to, out_row
-                )
+                _by_dots(bits, kind, quads, (0,), at, x_row, total, sums_row, codes, scales, lows, groups, to, out_row)
                 row += 1
         elif rows - row >= 4:
-            _by_sums(
-                bits, has_lows, quads, (0,) * 4, at, x_row, total, sums_row, codes, scales, lows, groups, to, out_row
-            )
+            _by_sums(bits, kind, quads, (0,) * 4, at, x_row, total, sums_row, codes, scales, lows, groups, to, out_row)
             row += 4
         else:
-            _by_sums(bits, has_lows, quads, (0,), at, x_row, total, sums_row, codes, scales, lows, groups, to, out_row)
+            _by_sums(bits, kind, quads, (0,), at, x_row, total, sums_row, codes, scales, lows, groups, to, out_row)
             row += 1
 
 
 @compiled()
 def _many(
     bits: Constant,
-    has_lows: Constant,
+    kind: Constant,
     quads: Constant,
     rows: int,
     x: int,
@@ -404,14 +419,14 @@ def _many(
     scratch: int,
 ) -> None:
     """Do the same as `_few`, with dot products, for many rows: the block is unpacked only once, into `scratch`."""
-    _unpack(bits, has_lows, codes, groups * len(quads), scratch)
+    _unpack(bits, kind, codes, groups * len(quads), scratch)
     row = 0
     while row < rows:
         at, total, to = x + row * x_row, sums + row * sums_row, out + row * out_row
         if rows - row >= 12:
             _by_dots(
                 (0,) * 16,
-                has_lows,
+                kind,
                 quads,
                 (0,) * 12,
                 at,
@@ -429,7 +444,7 @@ def _many(
         elif rows - row >= 4:
             _by_dots(
                 (0,) * 16,
-                has_lows,
+                kind,
                 quads,
                 (0,) * 4,
                 at,
@@ -446,7 +461,7 @@ def _many(
             row += 4
         else:
             _by_dots(
-                (0,) * 16, has_lows, quads, (0,), at, x_row, total, sums_row, scratch, scales, lows, groups, to, out_row
+                (0,) * 16, kind, quads, (0,), at, x_row, total, sums_row, scratch, scales, lows, groups, to, out_row
             )
             row += 1
 
@@ -488,11 +503,12 @@ def _words(
 
 # --- kernels by address -----------------------------------------------------------------------------------------------
 
-KERNEL, CODES, SCALES, LOWS, BIAS, INPUTS, OUTPUTS, SIZE, FIRST, BITS, GROUP_SIZE = range(11)
-PRODUCT_FIELDS = 11
+KERNEL, CODES, SCALES, LOWS, BIAS, INPUTS, OUTPUTS, SIZE, FIRST, BITS, GROUP_SIZE, KIND = range(12)
+PRODUCT_FIELDS = 12
 """Fields of a product in a table, int64: the address of its kernel (0: there is no product), of codes, scales,
 lows and bias (fp32; 0: none), inputs (padded to GROUP), outputs, outputs of a block, the column of the first output
-among those of other products of the same inputs, and of packed weights the bits and the inputs of a group."""
+among those of other products of the same inputs, and of packed weights the bits, the inputs of a group, and what codes
+stand for: PLAIN, WITH_LOWS or E2M1."""
 
 
 class Place(NamedTuple):
@@ -551,11 +567,11 @@ def _by_address(kernel: Callable[..., None]) -> CFunc:
 
 
 @functools.cache
-def packed_kernel(bits: int, has_lows: bool, group: int, dots: bool) -> CFunc:
-    """Return a kernel that multiplies by one block of a packed weight. bits: of a code. has_lows: whether each group
-    has lows (numbers to be added) besides scales. group: adjacent inputs that share a scale. dots: use dot products of
-    bf16 pairs. The result must be kept as long as its `address` is used."""
-    bits_, lows_, quads = (0,) * bits, (0,) * has_lows, (0,) * (group // 8)
+def packed_kernel(bits: int, kind: int, group: int, dots: bool) -> CFunc:
+    """Return a kernel that multiplies by one block of a packed weight. bits: of a code. kind: what codes stand for.
+    group: adjacent inputs that share a scale. dots: use dot products of bf16 pairs. The result must be kept as long as
+    its `address` is used."""
+    bits_, kind_, quads = (0,) * bits, (0,) * kind, (0,) * (group // 8)
     if dots:
 
         def kernel(product, block, rows, x, x_row, sums, sums_row, out, out_row, scratch):  # type: ignore[no-untyped-def]
@@ -565,12 +581,12 @@ def packed_kernel(bits: int, has_lows: bool, group: int, dots: bool) -> CFunc:
             scales, lows = p[SCALES] + block * groups * BLOCK * 2, p[LOWS] + block * groups * BLOCK * 2
             if rows > FEW:
                 _many(
-                    bits_, lows_, quads, rows, x, x_row, sums, sums_row, codes, scales, lows, groups, out, out_row,
+                    bits_, kind_, quads, rows, x, x_row, sums, sums_row, codes, scales, lows, groups, out, out_row,
                     scratch,
                 )  # fmt: skip
             else:
                 _few(
-                    bits_, (0,), lows_, quads, rows, x, x_row, sums, sums_row, codes, scales, lows, groups, out, out_row
+                    bits_, (0,), kind_, quads, rows, x, x_row, sums, sums_row, codes, scales, lows, groups, out, out_row
                 )
             _add_bias(p[BIAS], block * BLOCK, min(BLOCK, p[OUTPUTS] - block * BLOCK), rows, out, out_row)
 
@@ -581,7 +597,7 @@ def packed_kernel(bits: int, has_lows: bool, group: int, dots: bool) -> CFunc:
             groups = p[INPUTS] // group
             codes = p[CODES] + block * p[INPUTS] * BLOCK * bits // 8
             scales, lows = p[SCALES] + block * groups * BLOCK * 2, p[LOWS] + block * groups * BLOCK * 2
-            _few(bits_, (), lows_, quads, rows, x, x_row, sums, sums_row, codes, scales, lows, groups, out, out_row)
+            _few(bits_, (), kind_, quads, rows, x, x_row, sums, sums_row, codes, scales, lows, groups, out, out_row)
             _add_bias(p[BIAS], block * BLOCK, min(BLOCK, p[OUTPUTS] - block * BLOCK), rows, out, out_row)
 
     return _by_address(kernel)

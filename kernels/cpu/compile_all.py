@@ -17,6 +17,7 @@ def compile_all() -> None:
         available.decode_kernels,
         available.load_kernels,
         available.prefill_kernels,
+        available.expert_kernels,
         available.select_kernels,
         available.product_kernels,
         save_kernels,

@@ -8,7 +8,18 @@ import numpy as np
 from numba import prange, threading_layer
 
 from reprise.kernels.cpu.attend import AttentionTasks, Pool, attend_part, merge_parts, plan
-from reprise.kernels.cpu.blocks import FIRST, INPUTS, OUTPUTS, PRODUCT_FIELDS, SIZE, packed_kernel, words_kernel
+from reprise.kernels.cpu.blocks import (
+    E2M1,
+    FIRST,
+    INPUTS,
+    OUTPUTS,
+    PLAIN,
+    PRODUCT_FIELDS,
+    SIZE,
+    WITH_LOWS,
+    packed_kernel,
+    words_kernel,
+)
 from reprise.kernels.cpu.emit import LANES, LOG2_E, compiled, rounded, widened
 from reprise.kernels.cpu.layers import (
     ATTEND,
@@ -34,12 +45,15 @@ from reprise.kernels.views import Bf16, Constant, Fp32, Int32, Int64
 __all__ = [
     "ATTEND",
     "COMPLETE",
+    "E2M1",
     "LANES",
     "LAYER_FIELDS",
     "LOG2_E",
+    "PLAIN",
     "PRODUCT_FIELDS",
     "PROJECT",
     "TURN",
+    "WITH_LOWS",
     "Inputs",
     "Rows",
     "Shape",

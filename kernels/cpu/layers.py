@@ -24,17 +24,21 @@ from reprise.kernels.cpu.blocks import (
     BITS,
     BLOCK,
     CODES,
+    E2M1,
     FEW,
     FIRST,
     GROUP,
     GROUP_SIZE,
     INPUTS,
     KERNEL,
+    KIND,
     LOWS,
     OUTPUTS,
+    PLAIN,
     PRODUCT_FIELDS,
     SCALES,
     SIZE,
+    WITH_LOWS,
     Place,
     call_kernel,
 )
@@ -54,7 +58,10 @@ from reprise.kernels.cpu.emit import (
     widened,
 )
 from reprise.kernels.cpu.packed_heads import pack_head
+from reprise.kernels.packed import TABLES, ZERO
 from reprise.kernels.views import Bf16, Constant, Fp32, Int32, Int64
+
+_E2M1 = np.array(TABLES["e2m1"], np.float32)
 
 # The parts of a layer at which a call may begin or end.
 PROJECT, TURN, ATTEND, COMPLETE = range(4)
@@ -234,7 +241,7 @@ def end_of(product: Int64) -> Any:
 @compiled()
 def unpack_row(product: Int64, row: int, out: Bf16) -> None:
     """Unpack the weights of one output of a packed product, rounded to bf16."""
-    inputs, bits, size, has_lows = product[INPUTS], product[BITS], product[GROUP_SIZE], product[LOWS] != 0
+    inputs, bits, size, kind = product[INPUTS], product[BITS], product[GROUP_SIZE], product[KIND]
     block, place = row // BLOCK, row % BLOCK
     codes = carray(
         bytes_at(product[CODES] + block * inputs * BLOCK * bits // 8), (inputs * BLOCK * bits // 8,), np.uint8
@@ -246,13 +253,14 @@ def unpack_row(product: Int64, row: int, out: Bf16) -> None:
             quad, nibble = pair // 4, pair % 4
             byte = np.int64(codes[((quad * 2 + place // 16) * 16 + place % 16) * 4 + odd * 2 + nibble // 2])
             code = (byte >> (nibble % 2 * 4)) & 15
-            if not has_lows:
-                code -= 8
+            if kind == PLAIN:
+                code -= ZERO
         else:
             code = np.int64(np.int8(codes[(pair * BLOCK + place) * 2 + odd]))
         at = ((block * groups + i // size) * BLOCK + place) * 2
-        number = np.float32(code) * half_at(product[SCALES] + at)
-        if has_lows:
+        meant = _E2M1[code] if kind == E2M1 else np.float32(code)
+        number = meant * half_at(product[SCALES] + at)
+        if kind == WITH_LOWS:
             number += half_at(product[LOWS] + at)
         out[i] = rounded(number)
 

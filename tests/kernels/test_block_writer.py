@@ -174,7 +174,7 @@ def test_nothing_is_read_or_written_outside(block: list[int]) -> None:
     assert not pages.v.any()
 
 
-@pytest.mark.skipif(decode_kernels() is None, reason="needs AVX-512 and numba")
+@pytest.mark.skipif(decode_kernels() is None, reason="needs AVX2 and numba")
 @pytest.mark.parametrize("together", [False, True])
 def test_blocks_are_written_by_torchs_threads_only_if_it_is_said(
     monkeypatch: pytest.MonkeyPatch, together: bool

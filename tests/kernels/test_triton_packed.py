@@ -8,13 +8,13 @@ import torch
 from reprise.kernels.packed import pack
 from reprise.kernels.packed_rows import by_rows
 from tests.kernels import packed_by_torch
-from tests.kernels.packed_weights import FORMS, Form, random_codes
+from tests.kernels.packed_weights import ALL_FORMS, Form, random_codes
 from tests.kernels.triton_runs import INTERPRETED, for_every_arch, in_parts, interpreted, machine_code, spilled_bytes
 
 in_interpreter = pytest.mark.skipif(not INTERPRETED, reason="run by test_the_kernels_in_tritons_interpreter")
 # (rows, outputs, inputs): parts of tiles, several programs for an output, a row alone
 SHAPES = [(1, 64, 64), (3, 100, 160), (17, 70, 2112), (1, 24, 4096), (64, 130, 288)]
-CASES = [(form, shape) for form in FORMS for shape in SHAPES]
+CASES = [(form, shape) for form in ALL_FORMS for shape in SHAPES]
 DTYPES = [torch.float16, torch.bfloat16]
 
 
@@ -65,13 +65,13 @@ def test_the_kernel_unpacks(form: Form, shape: tuple[int, int, int]) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("form", "shape"), [*CASES, *((form, (32, 4096, 14_336)) for form in FORMS)])
+@pytest.mark.parametrize(("form", "shape"), [*CASES, *((form, (32, 4096, 14_336)) for form in ALL_FORMS)])
 def test_packed_weights_multiply_on_cuda(form: Form, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     multiplied("cuda", form, shape, dtype)
     unpacks("cuda", form, shape, dtype)
 
 
-@in_parts("the_kernel_", "form6 or form18", 4, 2 * len(CASES))
+@in_parts("the_kernel_", "form6 or form18 or form27", 6, 2 * len(CASES))
 def test_the_kernels_in_tritons_interpreter(chosen: str, number: int) -> None:
     assert interpreted(__file__, chosen) == number
 
@@ -81,14 +81,14 @@ def test_the_kernels_in_tritons_interpreter(chosen: str, number: int) -> None:
 def test_the_kernels_compile_for_cuda(arch: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """It compiles to machine code without a device, and registers suffice."""
     pytest.importorskip("triton")
-    from reprise.kernels.triton_packed import _STAGES, _WARPS, _product, _sum, _unpack
+    from reprise.kernels.triton_packed import _WARPS, _product, _sum, _unpack, stages
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     plain = {"has_bias": False, "adds": True, "tile_outputs": 64}
     unpacks = {"tile_outputs": 2, "tile_groups": 64}
     kernels = [(_sum, {"has_bias": False, "adds": True, "parts": 4, "tile": 512})]
-    for bits, group, has_lows in FORMS:
-        form = {"bits": bits, "group": group, "has_lows": has_lows}
+    for bits, group, has_lows, table in ALL_FORMS:
+        form = {"bits": bits, "group": group, "has_lows": has_lows, "is_e2m1": table is not None}
         for rows, is_part in ((16, True), (32, False), (64, False)):
             size = {"tile_rows": rows, "tile_groups": 1024 // bits // group, "is_part": is_part}
             kernels.append((_product, form | plain | size))
@@ -100,6 +100,9 @@ def test_the_kernels_compile_for_cuda(arch: int, monkeypatch: pytest.MonkeyPatch
         types = {name: kind for name, kind in types.items() if name in kernel.arg_names}
         launched = {}
         if kernel is _product:
-            launched = {"num_warps": _WARPS, "num_stages": _STAGES[constants["tile_rows"]]}
+            launched = {
+                "num_warps": _WARPS,
+                "num_stages": stages(constants["tile_rows"], constants["bits"], constants["group"]),
+            }
         code = machine_code(kernel, types, constants, arch, **launched)
         assert spilled_bytes(code) == 0, (kernel.fn.__name__, constants)

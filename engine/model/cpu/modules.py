@@ -77,7 +77,7 @@ def few_row_product(packed: Tensor, weight: Tensor, bias: Tensor | None) -> FewP
     at = 0 if biases is None else biases.data_ptr()
     kernel = kernels.words_kernel(lanes, dots_of_pairs())
     padded, size = -(-inputs // 32) * 32, lanes * 16
-    fields = (kernel.address, words.ctypes.data, 0, 0, at, padded, outputs, size, 0, 0, 0)
+    fields = (kernel.address, words.ctypes.data, 0, 0, at, padded, outputs, size, 0, 0, 0, 0)
     return FewProduct(fields, (kernel, packed, biases), inputs, outputs, size)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from reprise.engine.model.cpu.modules import FewProduct
 from reprise.engine.model.known_parts import agree
 from reprise.kernels.cpu.available import decode_kernels, dots_of_pairs
-from reprise.kernels.packed import BLOCK, GROUP, PackedWeight, unpack, unpack_rows
+from reprise.kernels.packed import BLOCK, GROUP, PackedWeight, table_of, unpack, unpack_rows
 from reprise.kernels.views import as_bits
 
 _NOTHING = np.empty((0, 0), np.uint16)
@@ -30,6 +30,7 @@ class QuantisedLinear(nn.Module):
         self.register_buffer("codes", weight.codes)
         self.register_buffer("scales", weight.scales)
         self.register_buffer("lows", weight.lows)
+        self.register_buffer("table", table_of(weight))
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
         self.few = few_product(weight, bias)
         self._kernels: Any = decode_kernels()
@@ -54,14 +55,16 @@ class QuantisedLinear(nn.Module):
 
     def unpacked(self, x: Tensor) -> Tensor:
         """Return the layer's result for x, computed by torch with the unpacked weight."""
-        return F.linear(x, unpack(self.packed, x.dtype), self.bias)
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return F.linear(x, unpack(self.packed, x.dtype), bias)
 
     @property
     def form(self) -> tuple[Any, ...]:
         """The properties that decide which kernels the layer uses: (bits of a code, inputs per group, whether groups
-        have lows (offsets added to scale * code), inputs, outputs, whether there is a bias)."""
+        have lows (offsets added to scale * code), table, inputs, outputs, whether there is a bias)."""
         weight = self.packed
-        return weight.bits, weight.group, weight.lows is not None, weight.inputs, weight.outputs, self.bias is not None
+        form = weight.bits, weight.group, weight.lows is not None, weight.table
+        return *form, weight.inputs, weight.outputs, self.bias is not None
 
     def is_right(self) -> bool:
         """Return whether the compiled kernels agree with the unpacked weight."""
@@ -91,6 +94,7 @@ class QuantisedEmbedding(nn.Module):
         self.register_buffer("codes", weight.codes)
         self.register_buffer("scales", weight.scales)
         self.register_buffer("lows", weight.lows)
+        self.register_buffer("table", table_of(weight))
 
     def forward(self, ids: Tensor) -> Tensor:
         rows = ids.reshape(-1)
@@ -152,9 +156,10 @@ def few_product(weight: PackedWeight, bias: Tensor | None) -> FewProduct | None:
     kernels: Any = decode_kernels()
     if kernels is None:
         return None
-    kernel = kernels.packed_kernel(weight.bits, weight.lows is not None, weight.group, dots_of_pairs())
+    kind = kernels.E2M1 if weight.table == "e2m1" else kernels.PLAIN if weight.lows is None else kernels.WITH_LOWS
+    kernel = kernels.packed_kernel(weight.bits, kind, weight.group, dots_of_pairs())
     biases = None if bias is None else bias.detach().float().contiguous()
     addresses = [0 if x is None else x.data_ptr() for x in (weight.codes, weight.scales, weight.lows, biases)]
     padded = -(-weight.inputs // GROUP) * GROUP
-    fields = (kernel.address, *addresses, padded, weight.outputs, BLOCK, 0, weight.bits, weight.group)
+    fields = (kernel.address, *addresses, padded, weight.outputs, BLOCK, 0, weight.bits, weight.group, kind)
     return FewProduct(fields, (kernel, weight, biases), weight.inputs, weight.outputs, BLOCK)

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from reprise.engine.model.known_parts import agree
+from reprise.kernels.packed import Table, table_of
 from reprise.kernels.packed_rows import PackedRows, joined, unpacked
 
 log = logging.getLogger(__name__)
@@ -32,6 +33,7 @@ class CudaQuantisedLinear(nn.Module):
         self.register_buffer("codes", weight.codes)
         self.register_buffer("scales", weight.scales)
         self.register_buffer("lows", weight.lows)
+        self.register_buffer("table", table_of(weight))
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
 
     @property
@@ -67,9 +69,9 @@ class CudaQuantisedLinear(nn.Module):
         return some
 
     @property
-    def form(self) -> tuple[int, int, bool, int, int, bool]:
+    def form(self) -> tuple[int, int, bool, int, Table | None, int, bool]:
         """The properties that decide which kernels the layer uses: (bits of a code, inputs per group, whether groups
-        have lows (offsets added to scale * code), inputs, outputs, whether there is a bias)."""
+        have lows (offsets added to scale * code), inputs, table, outputs, whether there is a bias)."""
         return *self.packed.form, self.out_features, self.bias is not None
 
     def is_right(self) -> bool:
@@ -109,6 +111,7 @@ class CudaQuantisedEmbedding(nn.Module):
         self.register_buffer("codes", weight.codes)
         self.register_buffer("scales", weight.scales)
         self.register_buffer("lows", weight.lows)
+        self.register_buffer("table", table_of(weight))
 
     def forward(self, ids: Tensor) -> Tensor:
         return unpacked(self.packed, ids.reshape(-1), self._dtype).view(*ids.shape, self.packed.inputs)

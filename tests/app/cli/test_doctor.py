@@ -175,6 +175,19 @@ def test_pages_of_int8_are_counted_as_they_are(tmp_path: Path) -> None:
     assert Int8Pages.beside == INT8_SCALE_BYTES
 
 
+def test_quantised_weights_are_not_guessed_from_their_files(tmp_path: Path) -> None:
+    """Whether they stay packed is found out at the start."""
+    path = llama_8b(tmp_path / "m") / "config.json"
+    plain = json.loads(path.read_text())
+    for config in (plain, {"text_config": plain}):
+        path.write_text(json.dumps(config))
+        assert expected_sizes.model_shape(path.parent, 2, 0) is not None
+        plain["quantization_config"] = {}
+        path.write_text(json.dumps(config))
+        assert expected_sizes.model_shape(path.parent, 2, 0) is None
+        del plain["quantization_config"]
+
+
 def test_a_model_that_says_nothing_usual_is_no_reason_to_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (llama_8b(tmp_path / "llama-8b") / "config.json").write_text('{"n_layer": 2}')
     assert memory_of(tmp_path, monkeypatch, 8).level is Level.OK

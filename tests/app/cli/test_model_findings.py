@@ -96,9 +96,9 @@ def test_weights_that_do_not_fit_are_told(
     assert advice in found.advice
 
 
-def test_experts_are_not_offered_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = look(tmp_path, monkeypatch, replace(LLAMA_8B, has_experts=True))["weights"]
-    assert found.found.endswith("bf16 15.0 GiB; those of experts are not packed yet")
+def test_a_checkpoint_that_is_quantised_may_stay_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = look(tmp_path, monkeypatch, replace(LLAMA_8B, quantised="gptq"))["weights"]
+    assert found.found.endswith("; auto keeps those of gptq, where weights can stay packed")
 
 
 def test_what_only_loading_tells_is_not_guessed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,7 +109,14 @@ def test_what_only_loading_tells_is_not_guessed(tmp_path: Path, monkeypatch: pyt
 
 def test_the_texts_of_a_configuration_are_harmless(monkeypatch: pytest.MonkeyPatch) -> None:
     said = {"refused": "\x1b[31m" + "x" * 10_000, "instead": "a\rb", "model_type": "", "outline": None}
-    others = {"is_wrapper": False, "is_tried": False, "is_movable": None, "packing": "", "window": None}
+    others = {
+        "is_wrapper": False,
+        "is_tried": False,
+        "is_movable": None,
+        "packing": "",
+        "quantised": "",
+        "window": None,
+    }
     monkeypatch.setattr(model_findings, "DESCRIBE", ("-c", f"print({json.dumps({**said, **others})!r})"))
     found = model_findings.describe("x")
     assert found.instead == "a b"

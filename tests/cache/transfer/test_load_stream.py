@@ -24,9 +24,10 @@ from reprise.cache.transfer.load_stream import LoadStream
 from reprise.cache.transfer.loader import Loader
 from reprise.cache.transfer.stores import Stores
 from reprise.kernels.attention.ragged_batch import KvPages
+from reprise.kernels.cpu.available import decode_kernels
 from tests.cache.intact import is_intact
 
-needs_team = pytest.mark.skipif(not torch.cpu._is_avx512_supported(), reason="needs AVX-512")
+needs_team = pytest.mark.skipif(decode_kernels() is None, reason="needs AVX2 and numba")
 
 LAYERS, PAGES, SLOTS = 6, 3, 5
 SHAPE = LayerShape(2, 16, 16)

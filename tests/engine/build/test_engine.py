@@ -15,6 +15,7 @@ from reprise.engine.build.resources import Memory
 from reprise.engine.engine import Engine
 from reprise.engine.messages import ModelInfo
 from reprise.engine.model.loading import ModelRefused
+from reprise.kernels.cpu.available import decode_kernels
 from tests.engine.driver import Driver, assert_greedy, config
 from tests.engine.models import FAMILIES, family_model, random_ids, save_tiny, tiny_model
 
@@ -52,6 +53,8 @@ def test_the_dtype_of_the_machine(path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
     assert built(path, dtype="auto").dtype == "float32"
     assert built(path, dtype="bfloat16").dtype == "bfloat16"
+    if decode_kernels() is not None:
+        assert built(path, dtype="auto", model_weights="q8", disk_dir=str(path.parent)).dtype == "bfloat16"
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -1,5 +1,7 @@
 """Tests finding a model's files by its name, whatever form its weights are in."""
 
+import json
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -66,6 +68,22 @@ def test_no_weights_of_a_refused_model_come_from_the_hub(
     with pytest.raises(ModelRefused):
         resolve_files("someone/some-model", Path("unused"))
     assert hub.fetched == ["config.json"]
+
+
+def test_no_weights_that_are_quantised_in_a_way_that_is_not_read_come_from_the_hub(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = json.loads((saved / "config.json").read_text())
+    for method, is_read in (("gptq", True), ("hqq", False)):
+        path = tmp_path / method
+        path.mkdir()
+        quantised = {**config, "quantization_config": {"quant_method": method, "bits": 4}}
+        (path / "config.json").write_text(json.dumps(quantised))
+        (path / "model.safetensors").touch()
+        hub = Hub(path, monkeypatch)
+        with nullcontext() if is_read else pytest.raises(ModelRefused, match=method):
+            resolve_files("someone/some-model", Path("unused"))
+        assert ("model.safetensors" in hub.fetched) == is_read
 
 
 def test_a_file_is_not_a_model(saved: Path) -> None:

@@ -9,11 +9,11 @@ import torch
 
 from reprise.engine.packed.directory import INDEX, DamagedDirectory, is_packed, read, read_index, write
 from reprise.kernels.packed import PackedWeight, pack
-from tests.kernels.packed_weights import FORMS, random_codes
+from tests.kernels.packed_weights import ALL_FORMS, random_codes
 
 
 def a_directory(path: Path) -> Path:
-    packed = [(f"layer{i}.weight", pack(random_codes(form, 40, 64, i))) for i, form in enumerate(FORMS)]
+    packed = [(f"layer{i}.weight", pack(random_codes(form, 40, 64, i))) for i, form in enumerate(ALL_FORMS)]
     write(path, "q4", [*packed, ("norm.weight", torch.ones(64))])
     return path
 
@@ -25,21 +25,38 @@ def test_what_is_written_comes_back(tmp_path: Path) -> None:
     assert read_index(tmp_path).weights == "q4"
     found: dict[str, Any] = dict(read(tmp_path))
     assert torch.equal(found.pop("norm.weight"), torch.ones(64))
-    for i, form in enumerate(FORMS):
+    for i, form in enumerate(ALL_FORMS):
         want, got = pack(random_codes(form, 40, 64, i)), found.pop(f"layer{i}.weight")
         assert isinstance(got, PackedWeight)
-        assert (got.bits, got.group, got.outputs, got.inputs) == (*form[:2], 40, 64)
+        assert (got.bits, got.group, got.table, got.outputs, got.inputs) == (*form[:2], form.table, 40, 64)
         assert torch.equal(got.codes, want.codes)
         assert torch.equal(got.scales, want.scales)
         assert (got.lows is None) == (want.lows is None)
     assert not found
 
 
+def test_an_index_of_the_first_format_is_still_read(tmp_path: Path) -> None:
+    write(tmp_path, "q8", [("layer.weight", pack(random_codes(ALL_FORMS[2], 40, 64, 0)))])
+    index = json.loads((tmp_path / INDEX).read_text())
+    assert index["tensors"]["layer.weight"].pop("from") == ""
+    assert index["tensors"]["layer.weight"].pop("table") is None
+    (tmp_path / INDEX).write_text(json.dumps({**index, "format": 1}))
+    ((name, weight),) = read(tmp_path)
+    assert name == "layer.weight"
+    assert isinstance(weight, PackedWeight)
+    assert weight.table is None
+
+
+def test_the_index_says_which_format_a_weight_comes_from(tmp_path: Path) -> None:
+    write(tmp_path, "int4", [("layer.weight", pack(random_codes(ALL_FORMS[0], 40, 64, 0)))], {"layer.weight": "gptq"})
+    assert json.loads((tmp_path / INDEX).read_text())["tensors"]["layer.weight"]["from"] == "gptq"
+
+
 def test_large_models_are_written_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("reprise.engine.packed.directory._SHARD_BYTES", 3000)
     a_directory(tmp_path)
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
-    assert len(list(read(tmp_path))) == len(FORMS) + 1
+    assert len(list(read(tmp_path))) == len(ALL_FORMS) + 1
 
 
 @pytest.mark.parametrize(
@@ -53,6 +70,9 @@ def test_large_models_are_written_in_parts(tmp_path: Path, monkeypatch: pytest.M
         {"group": 16},
         {"lows": True},
         {"outputs": "many"},
+        {"table": "e3m0"},
+        {"table": []},
+        {"table": "e2m1", "lows": True},
     ],
 )
 def test_a_weight_of_another_size_than_it_says_is_not_read(tmp_path: Path, change: dict[str, Any]) -> None:
@@ -73,7 +93,7 @@ def test_no_file_elsewhere_is_read(tmp_path: Path, file: str) -> None:
         list(read(tmp_path))
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 2}', '{"format": 1, "weights": "q4"}'])
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 3}', '{"format": 2, "weights": "q4"}'])
 def test_an_index_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / INDEX).write_text(text)
     with pytest.raises(DamagedDirectory):

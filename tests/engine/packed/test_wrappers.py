@@ -8,12 +8,12 @@ from safetensors.torch import load_file
 
 from reprise.engine.model.loading import read_config, text_of
 from reprise.engine.model.text_of_wrapper import text_model_of
-from reprise.engine.model.weight_names import WeightNames
 from reprise.engine.packed.directory import read
 from reprise.engine.packed.from_directory import packed
 from reprise.engine.packed.load import load_packed
+from reprise.engine.packed.module_names import ModuleNames
 from reprise.kernels.packed import PackedWeight, unpack
-from tests.engine.models import CPU, family_model
+from tests.engine.models import CPU
 from tests.engine.wrappers import save_wrapper
 
 
@@ -36,16 +36,12 @@ def test_the_text_of_a_wrapper_is_packed_and_its_towers_are_not(model_type: str,
 def test_every_weight_of_the_text_is_found_in_the_checkpoint_of_the_whole(model_type: str, tmp_path: Path) -> None:
     whole = save_wrapper(tmp_path, model_type)
     text = text_of(read_config(tmp_path))
-    names = WeightNames(text)
     stored = load_file(tmp_path / "model.safetensors")
-    found = {name: weight for key, weight in stored.items() if (name := names.of_module(key)) is not None}
+    targets, unused = ModuleNames(text).targets(stored)
+    found = {target.name: stored[target.sources[0][0]] for target in targets}
+    assert len(unused) == len(stored) - len(found)
     theirs = whole.state_dict()
     assert all(torch.equal(weight, theirs[name]) for name, weight in found.items())
     left_out = theirs.keys() - found.keys()
     assert all(text.has_tower_of(name) or name == "lm_head.weight" for name in left_out)
     assert len(found) < len(stored)
-
-
-def test_names_of_a_plain_model_stay_as_they_are() -> None:
-    names = WeightNames(text_model_of(family_model("llama").config))
-    assert names.of_module("anything.at.all") == "anything.at.all"

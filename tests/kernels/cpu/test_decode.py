@@ -18,7 +18,7 @@ from reprise.kernels.int8_pages.pages import Int8Pages
 from reprise.kernels.views import as_bf16, as_bits
 
 kernels: Any = decode_kernels()
-pytestmark = pytest.mark.skipif(kernels is None, reason="no numba or no AVX-512 here")
+pytestmark = pytest.mark.skipif(kernels is None, reason="no numba or no AVX2 here")
 
 PAGE = 32
 ROOT = Path(__file__).parents[3]

@@ -11,7 +11,7 @@ import pytest
 from reprise.kernels.cpu.available import decode_kernels
 from reprise.kernels.views import Fp32
 
-pytestmark = pytest.mark.skipif(decode_kernels() is None, reason="no numba or no AVX-512 here")
+pytestmark = pytest.mark.skipif(decode_kernels() is None, reason="no numba or no AVX2 here")
 
 ROOT = Path(__file__).parents[3]
 ONE = """

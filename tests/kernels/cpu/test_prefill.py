@@ -15,7 +15,7 @@ from reprise.kernels.cpu.available import prefill_kernels
 from reprise.kernels.views import as_stream
 
 kernels: Any = prefill_kernels()
-pytestmark = pytest.mark.skipif(kernels is None, reason="no numba or no AVX-512 here")
+pytestmark = pytest.mark.skipif(kernels is None, reason="no numba or no AVX2 here")
 
 ROOT = Path(__file__).parents[3]
 

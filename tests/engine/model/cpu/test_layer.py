@@ -86,7 +86,7 @@ def test_a_scale_that_only_shows_far_from_the_start_keeps_the_models_own_layer()
     assert ours <= 1.15 * theirs
 
 
-few_rows = pytest.mark.skipif(decode_kernels() is None, reason="no numba or no AVX-512 here")
+few_rows = pytest.mark.skipif(decode_kernels() is None, reason="no numba or no AVX2 here")
 
 
 def decoded(served: Served, streams: int, threads: int) -> tuple[list[Text], Pool]:

@@ -17,7 +17,7 @@ from reprise.kernels.kv_copy import write_rows
 from reprise.kernels.views import as_bits
 
 kernels: Any = prefill_kernels()
-pytestmark = pytest.mark.skipif(kernels is None, reason="no numba or no AVX-512 here")
+pytestmark = pytest.mark.skipif(kernels is None, reason="no numba or no AVX2 here")
 
 PAGE, PAGES = 32, 6
 PATTERN = 7

@@ -84,7 +84,7 @@ def test_rms_norm_of_heads_that_lie_among_others() -> None:
     assert norm(x[:0]).shape == (0, 6, 64)
 
 
-@pytest.mark.skipif(decode_kernels() is None, reason="no numba or no AVX-512 here")
+@pytest.mark.skipif(decode_kernels() is None, reason="no numba or no AVX2 here")
 def test_a_compiled_norm_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, x = torch.randn(64).bfloat16(), torch.randn(9, 64).bfloat16()
     want = RmsNorm(weight, 1e-5)(x)

@@ -12,9 +12,9 @@ from reprise.engine.model.cpu import quantised as modules
 from reprise.engine.model.cpu.quantised import QuantisedEmbedding, QuantisedGate, QuantisedLinear, QuantisedTogether
 from reprise.kernels.cpu.available import decode_kernels
 from reprise.kernels.packed import PackedWeight, pack, unpack
-from tests.kernels.packed_weights import FORMS, Form, random_codes
+from tests.kernels.packed_weights import ALL_FORMS, FORMS, Form, random_codes
 
-pytestmark = pytest.mark.skipif(decode_kernels() is None, reason="no numba or no AVX-512 here")
+pytestmark = pytest.mark.skipif(decode_kernels() is None, reason="no numba or no AVX2 here")
 
 
 def packed(form: Form, outputs: int, inputs: int, seed: int = 0) -> PackedWeight:
@@ -31,7 +31,7 @@ def assert_near(got: Tensor, want: Tensor) -> None:
 
 
 @pytest.mark.sweep(5)
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ALL_FORMS)
 @pytest.mark.parametrize(("outputs", "inputs"), [(96, 64), (70, 160), (5, 256)])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_a_layer_multiplies_by_its_unpacked_weight(form: Form, outputs: int, inputs: int, has_bias: bool) -> None:
@@ -46,7 +46,7 @@ def test_a_layer_multiplies_by_its_unpacked_weight(form: Form, outputs: int, inp
         assert_near(layer(x, residual), (want + residual.double()).float())
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ALL_FORMS)
 def test_a_row_has_the_same_bits_however_many_there_are(form: Form) -> None:
     layer = QuantisedLinear(packed(form, 96, 128), None)
     x = rows(60, 128)
@@ -58,7 +58,7 @@ def test_a_row_has_the_same_bits_however_many_there_are(form: Form) -> None:
 @pytest.mark.long
 def test_without_dot_products_of_pairs_it_is_as_right(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(modules, "dots_of_pairs", lambda: False)
-    for form in FORMS:
+    for form in ALL_FORMS:
         weight = packed(form, 70, 160)
         layer = QuantisedLinear(weight, None)
         for count in (1, 3, 21):
@@ -67,7 +67,7 @@ def test_without_dot_products_of_pairs_it_is_as_right(monkeypatch: pytest.Monkey
 
 
 def test_layers_of_the_same_inputs_are_computed_together() -> None:
-    layers = [QuantisedLinear(packed(form, 64, 96, seed), None) for seed, form in enumerate(FORMS)]
+    layers = [QuantisedLinear(packed(form, 64, 96, seed), None) for seed, form in enumerate(ALL_FORMS)]
     x = rows(7, 96)
     assert torch.equal(QuantisedTogether(layers)(x), torch.cat([layer(x) for layer in layers], -1))
 
@@ -87,7 +87,7 @@ def test_a_gate_is_rounded_once(count: int) -> None:
     assert_near(made, (F.silu(wide[0]) * wide[1]).float())
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ALL_FORMS)
 def test_an_embedding_unpacks_the_rows_it_is_asked_for(form: Form) -> None:
     weight = packed(form, 70, 160)
     ids = torch.tensor([[0, 69, 31], [32, 0, 5]])

@@ -23,7 +23,7 @@ from tests.engine.paged import Pool, Served, optimise, serve
 
 pytestmark = [
     pytest.mark.skipif(not packing_works(), reason="no packed bf16 products on this machine"),
-    pytest.mark.skipif(decode_kernels() is None, reason="no numba or no AVX-512 here"),
+    pytest.mark.skipif(decode_kernels() is None, reason="no numba or no AVX2 here"),
 ]
 BUNDLED = Path(__file__).parents[4] / "model" / "bundled"
 PATTERN = 7

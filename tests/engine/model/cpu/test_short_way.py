@@ -15,7 +15,7 @@ from tests.engine.models import copied, family_model, random_ids
 from tests.engine.paged import Pool, Served, Text, optimise, serve
 
 pytestmark = pytest.mark.skipif(
-    decode_kernels() is None or not packing_works(), reason="no numba, no AVX-512 or no packed bf16 products here"
+    decode_kernels() is None or not packing_works(), reason="no numba, no AVX2 or no packed bf16 products here"
 )
 
 

@@ -35,7 +35,7 @@ from tests.engine.driver import Driver
 from tests.engine.models import random_ids, tiny_model, vanilla_logits
 from tests.engine.paged import PAGE
 from tests.kernels import packed_by_torch, rows_by_torch
-from tests.kernels.packed_weights import FORMS, Form, random_codes
+from tests.kernels.packed_weights import ALL_FORMS, FORMS, Form, random_codes
 
 BF16, CPU = torch.bfloat16, torch.device("cpu")
 KINDS = ["llama", "qwen2", "qwen3", "phi3", "mistral"]
@@ -57,7 +57,7 @@ def is_near(got: Tensor, wanted: Tensor) -> bool:
 # --- layers -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ALL_FORMS)
 @pytest.mark.parametrize("kernels", [packed_by_torch, None])
 @pytest.mark.parametrize("shape", [(1,), (2, 3), (65,), (2, 40), (0,)])
 def test_a_layer_gives_the_product_with_its_unpacked_weight(
@@ -116,7 +116,7 @@ def test_layers_that_are_packed_in_different_ways_follow_one_another() -> None:
     assert torch.equal(one(x), torch.cat([layer(x) for layer in layers], -1))
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ALL_FORMS)
 def test_an_embedding_gives_rows_of_its_weight(form: Form) -> None:
     weight = weight_of(form, 50, 64)
     ids = torch.tensor([[3, 49], [0, 3]])

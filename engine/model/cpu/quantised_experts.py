@@ -1,0 +1,169 @@
+"""Computes layers of experts whose weights stay packed, by transformers' interface for functions of experts.
+
+A module of experts keeps its own code for gates and its biases; only its weights, [experts, outputs, inputs], are
+packed: all experts of a projection in one `PackedWeight`.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.activations import SiLUActivation
+from transformers.integrations import moe
+
+from reprise.engine.model.cpu.quantised import few_product
+from reprise.engine.model.known_parts import agree
+from reprise.kernels.cpu.available import dots_of_pairs, expert_kernels
+from reprise.kernels.packed import BLOCK, PackedWeight, expert_of, table_of, unpack
+from reprise.kernels.views import as_bits
+
+NAME = "reprise_packed"
+"""The name of `packed_experts` among transformers' functions of experts."""
+PROJECTIONS = ("gate_up_proj", "up_proj", "down_proj")
+"""The names of the weights of experts: of those with a gate the first and the last, of others the last two."""
+_CHECK_ROWS = (1, 40)  # one row, and so many that some experts have more than are unpacked in registers
+
+
+class QuantisedProjection(nn.Module):
+    """The weights of one projection of all experts, which stay packed, in the place of a parameter of three
+    dimensions."""
+
+    def __init__(self, weight: PackedWeight) -> None:
+        super().__init__()
+        self.packed = weight
+        self.register_buffer("codes", weight.codes)
+        self.register_buffer("scales", weight.scales)
+        self.register_buffer("lows", weight.lows)
+        self.register_buffer("table", table_of(weight))
+        can_run = weight.codes.device.type == "cpu" and expert_kernels() is not None
+        self.few = few_product(_one_matrix(weight), None) if can_run else None
+        self.fields = None if self.few is None else np.array(self.few.fields, np.int64)
+
+    def multiply(self, x: Tensor, expert: int) -> Tensor:
+        """Return x [rows, inputs] times the matrix of one expert, computed by torch: [rows, outputs]."""
+        return F.linear(x, unpack(expert_of(self.packed, expert), x.dtype))
+
+    @property
+    def form(self) -> tuple[Any, ...]:
+        """The properties that decide which kernels are used."""
+        weight = self.packed
+        return weight.bits, weight.group, weight.lows is not None, weight.table, *weight.shape
+
+    def use_no_kernels(self) -> None:
+        self.fields = self.few = None
+
+
+def _one_matrix(weight: PackedWeight) -> PackedWeight:
+    """Return all experts as one matrix, with the outputs that complete their blocks."""
+    return replace(weight, outputs=len(weight.scales) * BLOCK, experts=0)
+
+
+def compute_packed(experts: Any, leaf: str, weight: QuantisedProjection) -> None:
+    """Put a packed weight in the place of a parameter of transformers' module of experts, and have the module computed
+    by `packed_experts`."""
+    delattr(experts, leaf)
+    setattr(experts, leaf, weight)
+    experts.config._experts_implementation = NAME
+
+
+def projections_of(module: nn.Module) -> list[QuantisedProjection]:
+    """Return the packed projections of a module of experts, the last one down; none of other modules."""
+    found = [getattr(module, name, None) for name in PROJECTIONS]
+    return [each for each in found if isinstance(each, QuantisedProjection)]
+
+
+def packed_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """Compute a layer of experts; self: transformers' module, which has `QuantisedProjection`s for weights.
+    hidden_states [rows, width]; top_k_index int64, top_k_weights [rows, experts a row] -> [rows, width]."""
+    up, down = self.gate_up_proj if self.has_gate else self.up_proj, self.down_proj
+    if not isinstance(up, QuantisedProjection):  # experts of another layer are packed, these are not
+        plain: Tensor = moe.grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
+        return plain
+    if up.fields is None or down.fields is None or hidden_states.dtype != torch.bfloat16:
+        return _by_torch(self, up, hidden_states, top_k_index, top_k_weights)
+    kernels: Any = expert_kernels()
+    x, chosen = as_bits(hidden_states.contiguous()), top_k_index.contiguous().numpy()
+    weights = top_k_weights.float().contiguous()
+    dots = (0,) if dots_of_pairs() else ()
+    if _is_plain(self):
+        out = torch.empty_like(hidden_states, memory_format=torch.contiguous_format)
+        kernels.gated_experts(x, chosen, weights.numpy(), self.num_experts, up.fields, down.fields, dots, as_bits(out))
+        return out
+    to = kernels.assign(chosen, self.num_experts)
+    pairs = torch.from_numpy(to.pairs)
+    experts = top_k_index.reshape(-1)[pairs]
+    made = hidden_states.new_empty(len(pairs), up.packed.outputs)
+    kernels.multiply(x, to.pairs // chosen.shape[1], to, up.fields, self.num_experts, dots, as_bits(made))
+    made = _activated(self, made, experts)
+    parts = hidden_states.new_empty(len(pairs), down.packed.outputs)
+    rows = np.arange(len(pairs))
+    assert made.dtype == torch.bfloat16  # kernels read by address
+    kernels.multiply(as_bits(made.contiguous()), rows, to, down.fields, self.num_experts, dots, as_bits(parts))
+    parts = _finished(self, parts, experts)
+    # In the order of the rows' own choice, so that a row's sum does not depend on other rows.
+    ordered = parts.new_zeros(top_k_index.numel(), parts.shape[1], dtype=torch.float32)
+    ordered[pairs] = parts.float() * weights.view(-1)[pairs, None]
+    return ordered.view(*top_k_index.shape, -1).sum(1).to(hidden_states.dtype)
+
+
+def _is_plain(experts: Any) -> bool:
+    """Return whether a module computes down(silu(gate(x)) * up(x)) and nothing else, in whole blocks."""
+    return (
+        experts.has_gate
+        and experts.is_concatenated
+        and not experts.has_bias
+        and not experts.has_post_expert_norm
+        and type(experts)._apply_gate is moe._default_apply_gate
+        and isinstance(experts.act_fn, SiLUActivation | nn.SiLU)
+        and experts.gate_up_proj.packed.outputs % (2 * BLOCK) == 0
+        and experts.down_proj.packed.inputs * 2 == experts.gate_up_proj.packed.outputs
+    )
+
+
+def _activated(experts: Any, made: Tensor, which: Tensor) -> Tensor:
+    """Return what stands between the projections. made: results of the first [pairs, outputs]; which: the expert of
+    each pair."""
+    if experts.has_bias:
+        made = made + (experts.gate_up_proj_bias if experts.has_gate else experts.up_proj_bias)[which].to(made.dtype)
+    out: Tensor = experts._apply_gate(made) if experts.has_gate else experts.act_fn(made)
+    return out
+
+
+def _finished(experts: Any, parts: Tensor, which: Tensor) -> Tensor:
+    if experts.has_bias:
+        parts = parts + experts.down_proj_bias[which].to(parts.dtype)
+    return experts.post_expert_norm(parts) if experts.has_post_expert_norm else parts
+
+
+def _by_torch(experts: Any, up: QuantisedProjection, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """Compute the same with torch, one expert after the other, each unpacked while it is used."""
+    ordered = x.new_zeros(index.numel(), experts.down_proj.packed.outputs, dtype=torch.float32)
+    flat, each = index.reshape(-1), index.shape[1]
+    for expert in flat.unique().tolist():
+        if not 0 <= expert < experts.num_experts:
+            continue
+        pairs = (flat == expert).nonzero()[:, 0]
+        which = flat[pairs]
+        made = _activated(experts, up.multiply(x[pairs // each], expert), which)
+        parts = _finished(experts, experts.down_proj.multiply(made, expert), which)
+        ordered[pairs] = parts.float() * weights.reshape(-1)[pairs, None].float()
+    return ordered.view(*index.shape, -1).sum(1).to(x.dtype)
+
+
+def is_right(experts: Any) -> bool:
+    """Return whether the compiled kernels agree with the unpacked weights of a module of experts."""
+    up = experts.gate_up_proj if experts.has_gate else experts.up_proj
+    generator = torch.Generator().manual_seed(0)
+    for rows in _CHECK_ROWS:
+        x = torch.randn(rows, up.packed.inputs, generator=generator).bfloat16()
+        index = torch.stack([torch.randperm(experts.num_experts, generator=generator)[:2] for _ in range(rows)])
+        weights = torch.rand(index.shape, generator=generator)
+        if not agree(packed_experts(experts, x, index, weights), _by_torch(experts, up, x, index, weights)):
+            return False
+    return True
+
+
+moe.ALL_EXPERTS_FUNCTIONS.register(NAME, packed_experts)

@@ -1,0 +1,76 @@
+"""Packs the weights of experts, which a model has as parameters of three dimensions: all experts of a projection in one
+packed weight. One expert is read at a time."""
+
+from collections.abc import Iterator
+
+from torch import Tensor
+from transformers.core_model_loading import Concatenate, MergeModulelist
+
+from reprise.engine.model.cpu.quantised_experts import PROJECTIONS
+from reprise.engine.packed.module_names import ModuleNames, Target
+from reprise.engine.packed.quantise import quantise
+from reprise.engine.packed.sources.source import Source
+from reprise.kernels.packed import GROUP, Bits, Codes, PackedWeight, joined_codes, pack, stacked
+
+
+class ExpertsPacker:
+    """Packs what weights of experts are made of in a checkpoint. For one thread."""
+
+    def __init__(self, source: Source, names: ModuleNames) -> None:
+        self._source, self._names = source, names
+
+    def can_pack(self, target: Target) -> bool:
+        """Return whether a weight is a projection of experts which transformers' functions of experts multiply by, and
+        whether the inputs of all projections of its module are whole groups."""
+        module, leaf = self._names.module_of(target.name), target.name.rpartition(".")[2]
+        if leaf not in PROJECTIONS or not hasattr(module, "is_transposed"):
+            return False
+        weights = [getattr(module, name) for name in PROJECTIONS if hasattr(module, name)]
+        of_inputs = 1 if module.is_transposed else 2
+        return all(weight.dim() == 3 and weight.shape[of_inputs] % GROUP == 0 for weight in weights)
+
+    def packed(self, target: Target, bits: Bits | None) -> PackedWeight:
+        """Pack a weight. bits: None to keep the codes of a quantised checkpoint; what has none is rounded to 8 bits.
+        Raises SourceRefused, ValueError."""
+        return stacked([pack(codes) for codes in self._experts(target, bits)])
+
+    def _experts(self, target: Target, bits: Bits | None) -> Iterator[Codes]:
+        """Yield the matrix of each expert [outputs, inputs]."""
+        if target.converter is None:
+            ((name, _),) = target.sources
+            if self._source.is_quantised(name):
+                experts = self._names.shape(target.name)[0]
+                each = self._source.matrix(name)[0] // experts
+                for expert in range(experts):
+                    yield self._source.codes(name, expert * each, (expert + 1) * each, bits)
+                return
+            yield from self._of_numbers(target, self._source.dense(name), bits)
+        elif _only_joins(target):
+            by_pattern: dict[str, list[str]] = {pattern: [] for pattern in target.converter.source_patterns}
+            for name, pattern in target.sources:
+                by_pattern[pattern].append(name)
+            for parts in zip(*by_pattern.values(), strict=True):
+                yield joined_codes([self._matrix(name, bits) for name in parts])
+        else:
+            ((_, weight),) = self._names.converted(target, self._source.dense)
+            yield from self._of_numbers(target, weight, bits)
+
+    def _of_numbers(self, target: Target, weight: Tensor, bits: Bits | None) -> Iterator[Codes]:
+        is_transposed = self._names.module_of(target.name).is_transposed
+        for expert in weight:
+            yield quantise((expert.T if is_transposed else expert).contiguous(), bits or 8)
+
+    def _matrix(self, name: str, bits: Bits | None) -> Codes:
+        if self._source.is_quantised(name):
+            return self._source.codes(name, 0, self._source.matrix(name)[0], bits)
+        return quantise(self._source.dense(name), bits or 8)
+
+
+def _only_joins(target: Target) -> bool:
+    """Return whether a weight's tensors are matrices of single experts, to be put one above the other."""
+    assert target.converter is not None
+    operations = target.converter.operations
+    kinds = [type(operation) for operation in operations]
+    if kinds not in ([MergeModulelist], [MergeModulelist, Concatenate]):
+        return False
+    return operations[0].dim == 0 and (len(kinds) == 1 or operations[1].dim == 1)

@@ -1,0 +1,77 @@
+"""Finds which weights of a model the tensors of its checkpoint become. Checkpoints have the names that transformers
+once had; where it joins weights today, as those of experts, it converts them when it loads a model, and so does
+this."""
+
+from collections.abc import Callable, Iterable, Iterator
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+from reprise.engine.model.text_of_wrapper import TextModel, on_meta
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One weight of the model, and the tensors of the checkpoint that it is made of. With a converter these may be
+    several, and may become several weights, of which `name` is one."""
+
+    name: str
+    converter: Any | None
+    sources: list[tuple[str, str]] = field(default_factory=list)  # (tensor, the converter's pattern that it matches)
+
+
+class ModuleNames:
+    """The names of a model's weights, and transformers' way to them."""
+
+    def __init__(self, text: TextModel) -> None:
+        """Make the model without memory. Of a wrapper only the text has weights."""
+        self._model: nn.Module = on_meta(text)
+        self._weights = self._model.state_dict()
+        mapping = get_model_conversion_mapping(self._model)
+        self._renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+        self._converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+        self._by_pattern = {pattern: entry for entry in self._converters for pattern in entry.source_patterns}
+
+    def targets(self, tensors: Iterable[str]) -> tuple[list[Target], list[str]]:
+        """Return what tensors of a checkpoint become, and those that the model has no use for, such as those of towers,
+        or of layers that only guess further tokens."""
+        targets: dict[str, Target] = {}
+        unused: list[str] = []
+        for tensor in sorted(tensors, key=dot_natural_key):  # experts in the order of their numbers
+            name, pattern = self._renamed(tensor)
+            if name not in self._weights:
+                unused.append(tensor)
+                continue
+            converter = None if pattern is None else self._by_pattern[pattern]
+            targets.setdefault(name, Target(name, converter)).sources.append((tensor, pattern or ""))
+        return list(targets.values()), unused
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._weights[name].shape)
+
+    def module_of(self, name: str) -> Any:
+        """Return the module, without memory, that has a weight."""
+        return self._model.get_submodule(name.rpartition(".")[0])
+
+    def _renamed(self, tensor: str) -> tuple[str, str | None]:
+        """Return the model's name of a tensor, or of the first weight that it becomes a part of, and the pattern of the
+        converter that it matches, if any."""
+        prefix: str = self._model.base_model_prefix  # type: ignore[assignment]
+        name, pattern = rename_source_key(tensor, self._renamings, self._converters, prefix, self._weights)
+        if name not in self._weights and tensor in self._weights:
+            return tensor, None
+        return name, pattern
+
+    def converted(self, target: Target, read: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Convert tensors to the weights that they become. read: gives a tensor, when the converter asks for it."""
+        assert target.converter is not None
+        converter = deepcopy(target.converter)  # it collects what it converts
+        for tensor, pattern in target.sources:
+            converter.add_tensor(target.name, tensor, pattern, lambda tensor=tensor: read(tensor))
+        made = converter.convert(target.name, model=self._model, config=self._model.config)
+        for name, weight in made.items():
+            yield name, weight[0] if isinstance(weight, list) else weight
