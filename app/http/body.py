@@ -19,10 +19,15 @@ MAX_NAMED_FIELDS = 10
 MAX_NAME_CHARS = 40  # shown of a name in the warning header
 _JSON_TYPE = re.compile(r"application/(?:[a-z0-9.+-]+\+)?json\s*(?:;|$)", re.IGNORECASE)
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-_ESCAPE = re.compile(
-    rb"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(?P<half>u[dD][89a-fA-F][0-9a-fA-F]{2})|.)",
-    re.DOTALL,
+_HIGH, _LOW = rb"u[dD][89abAB][0-9a-fA-F]{2}", rb"u[dD][c-fC-F][0-9a-fA-F]{2}"
+_PAIR, _HALF = rb"(?:" + _HIGH + rb"\\" + _LOW + rb")", rb"(?:" + _HIGH + rb"(?!\\" + _LOW + rb")|" + _LOW + rb")"
+# Begins with the first backslash of several; the last of an odd number begins an escape. Takes whole runs at once: a
+# body may consist of them.
+_HALVES = re.compile(
+    rb"\\(?<!\\\\)(?P<backslashes>(?:\\\\)*+)"
+    rb"(?:" + _PAIR + rb"(?:\\" + _PAIR + rb")*+|(?P<halves>" + _HALF + rb"(?:\\" + _HALF + rb")*+))"
 )
+_ESCAPE_CHARS = 6
 BODY_TIMEOUT_S = 30.0  # for a client to send its body
 MAX_LEVELS = 64  # deepest nesting of a body, apart from arguments of calls
 MAX_CALL_LEVELS = 128  # deepest nesting of a call's arguments, which a model chooses and a client cannot shorten
@@ -123,12 +128,14 @@ def parse_json(data: bytes) -> dict[str, object]:
 def mended(data: bytes) -> bytes:
     """Return JSON without a byte order mark, and with U+FFFD for each half of a character. Gateways read bodies so too,
     since a conversation has to have one name everywhere."""
-    return _ESCAPE.sub(_whole, data.removeprefix(_BYTE_ORDER_MARK))
+    return _HALVES.sub(_whole, data.removeprefix(_BYTE_ORDER_MARK))
 
 
-def _whole(escape: re.Match[bytes]) -> bytes:
-    """Return an escape of JSON as it is, or U+FFFD for half of a character."""
-    return rb"\ufffd" if escape["half"] else escape[0]
+def _whole(escapes: re.Match[bytes]) -> bytes:
+    """Return escapes of whole characters as they are, and U+FFFD for each half of one."""
+    if escapes["halves"] is None:
+        return escapes[0]
+    return escapes["backslashes"] + rb"\ufffd" * ((len(escapes["halves"]) + 1) // _ESCAPE_CHARS)
 
 
 def check_body(body: dict[str, object]) -> None:

@@ -28,7 +28,7 @@ class Decoder:
         if self._is_first and self._wbits == _ZLIB and chunk[0] & 15 != zlib.DEFLATED:
             self._zlib = zlib.decompressobj(_RAW)  # some clients send "deflate" without the header that belongs to it
         self._is_first = False
-        data = b""
+        data = bytearray()  # bytes would be copied for every member
         while chunk and len(data) < max_bytes:
             if self._zlib.eof:
                 self._begin_member()
@@ -37,7 +37,7 @@ class Decoder:
             except zlib.error:
                 raise self._damaged() from None
             chunk = self._zlib.unused_data
-        return data
+        return bytes(data)
 
     def _begin_member(self) -> None:
         if self._wbits != _GZIP:

@@ -19,6 +19,7 @@ class TemplateTraits:
     user_after_user: Outcome = Outcome.KEPT
     answer_after_answer: Outcome = Outcome.KEPT
     user_after_result: Outcome = Outcome.KEPT  # a user's message after the result of a call, without an answer between
+    thought_before_user: Outcome = Outcome.KEPT  # the thought of a call once a user's message follows the call's result
     text: Outcome = Outcome.KEPT  # content that is a text
     parts: Outcome = Outcome.KEPT  # content that is a list of parts
 
@@ -37,6 +38,12 @@ class TemplateTraits:
             ("tool", "user"): self.user_after_result,
         }
         return frozenset(pair for pair, outcome in pairs.items() if outcome is not Outcome.KEPT)
+
+    @property
+    def reminds_in_results(self) -> bool:
+        """Whether a reminder after the result of a call has to stand in the result: as a user's message it would take
+        the thoughts of the turn out of the prompt, and all from the first of them on would be computed again."""
+        return self.thought_before_user is not Outcome.KEPT
 
     def described(self, with_tools: "TemplateTraits") -> dict[str, str]:
         """Return each outcome by its name, for people: the worse of this one and that of requests with tools."""
@@ -58,11 +65,12 @@ def content_traits(render: Render) -> TemplateTraits:
 
 
 def with_orders(
-    traits: TemplateTraits, probe: Probe, *, tools: Tools | None, called: list[Message] | None
+    traits: TemplateTraits, probe: Probe, *, tools: Tools | None, called: list[Message] | None, thought: str
 ) -> TemplateTraits:
     """Return the traits with those of orders, for requests with tools or without. called: a conversation that ends with
-    the result of a call, as the template takes it; None if it takes no results. A template that does not show even one
-    user's message cannot be examined, and counts as one that takes all."""
+    the result of a call, as the template takes it; None if it takes no results. thought: what `called` says as the
+    thought of its call. A template that does not show even one user's message cannot be examined, and counts as one
+    that takes all."""
     if not (traits.text.is_shown or traits.parts.is_shown):
         return traits
 
@@ -70,9 +78,11 @@ def with_orders(
         messages = [_said(role, place) for place, role in enumerate(roles)]
         return probe.outcome(messages, _WORDS[: len(roles)], tools)
 
-    after_result = Outcome.KEPT
+    after_result = before_user = Outcome.KEPT
     if called is not None:
         after_result = probe.outcome([*called, _said("user", 0), _said("assistant", 1)], _WORDS[:2], tools)
+        if probe.outcome(called, (thought,), tools).is_shown:  # else there is nothing that a user's message may end
+            before_user = probe.outcome([*called, _said("user", 0)], (thought, _WORDS[0]), tools)
     return replace(
         traits,
         system=outcome("system", "user"),
@@ -81,6 +91,7 @@ def with_orders(
         user_after_user=outcome("user", "user", "assistant", "user", "user"),
         answer_after_answer=outcome("user", "assistant", "assistant", "user"),
         user_after_result=after_result,
+        thought_before_user=before_user,
     )
 
 

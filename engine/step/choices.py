@@ -83,6 +83,8 @@ class RunningChoice:
         """Return whether the token sampled last is the answer's end, by its grammar or because it ends the text."""
         if self.constraint is not None and self.constraint.is_stopped:
             return True
+        if self.constraint is not None and self.constraint.is_failed:
+            return False  # the next draw says so: what there is of the answer does not follow the grammar
         return token_id in self.end_ids and self.sequence.output_tokens > self.sequence.sampling.min_tokens
 
     def prompt_rows(self, first: int, num_tokens: int) -> int:

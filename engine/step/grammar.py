@@ -61,7 +61,8 @@ class Constraint:
 
     @property
     def is_failed(self) -> bool:
-        """Whether the text so far has made the grammar too costly to continue."""
+        """Whether the text so far has made the grammar too costly to continue, or has left it: where only the text of
+        a special token is possible, this token may be drawn, and its text is not the one that the grammar wants."""
         return bool(self._matcher.is_error())
 
     def after(self, token_ids: Iterable[int]) -> "Constraint":
@@ -91,6 +92,7 @@ class GrammarCompiler:
         self._end_ids = end_ids
         self._tokenizer: LLTokenizer | None = None  # used by the thread
         self._specials: tuple[str, ...] = ()  # texts of special tokens, and those as JSON escapes them; without "\\"
+        self._special_ids: frozenset[int] = frozenset()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
         self.held: dict[str, _Pending] = {}
         """The requests whose grammars are not compiled yet, by their ids. Read only."""
@@ -137,40 +139,47 @@ class GrammarCompiler:
     def compile(self, grammar: str) -> Constraint:
         """Compile a grammar. Raises BadGrammar. Called on the compiler's thread."""
         if self._tokenizer is None:
-            self._tokenizer, self._specials = self._load()
+            self._tokenizer, self._specials, self._special_ids = self._load()
         plain = grammar.replace("\\", "")
         if any(one in plain for one in self._specials):
             grammar = _spelt(grammar)
-        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)
-        if matcher.is_error():
-            raise BadGrammar(first_line(matcher.get_error()))
-        self._check_forced(matcher.deep_copy())
+        matcher = _matcher(self._tokenizer, grammar)
+        if _refused_token(follower := matcher.deep_copy()) in self._special_ids:
+            matcher = _matcher(self._tokenizer, _spelt(grammar))  # it hides such a text, as "[<]|im_end[|]>" does
+            _refused_token(follower := matcher.deep_copy())
+        if not follower.is_stopped():
+            follower.compute_logit_bias()
+        if follower.is_error():  # so early that the answer would begin all the same, and then fail
+            raise BadGrammar("it would be too costly to follow")
         return Constraint(matcher, self._tokenizer.vocab_size)
 
-    @staticmethod
-    def _check_forced(matcher: LLMatcher) -> None:
-        """Raise BadGrammar if a grammar becomes too costly within the tokens that it forces at its beginning, such as
-        those of a call up to its arguments: the answer would fail after it has begun. Advances the matcher."""
-        for token_id in matcher.compute_ff_tokens()[:_MAX_FORCED_TOKENS]:
-            if not matcher.consume_token(token_id):
-                break
-        if not matcher.is_stopped():
-            matcher.compute_logit_bias()
-        if matcher.is_error():
-            raise BadGrammar("it would be too costly to follow")
-
-    def _load(self) -> tuple[LLTokenizer, tuple[str, ...]]:
+    def _load(self) -> tuple[LLTokenizer, tuple[str, ...], frozenset[int]]:
         try:
             text = self._path.read_text(encoding="utf-8")
-            specials = [one["content"] for one in json.loads(text).get("added_tokens", ()) if one["special"]]
+            specials = {one["content"]: one["id"] for one in json.loads(text).get("added_tokens", ()) if one["special"]}
             written = {form.replace("\\", "") for one in specials for form in (one, json.dumps(one)[1:-1])}
             tokenizer = LLTokenizer(text, n_vocab=self._vocab_size, eos_token=list(self._end_ids) or None)
-            return tokenizer, tuple(sorted(one for one in written if len(one) > 1))
+            texts = tuple(sorted(one for one in written if len(one) > 1))
+            return tokenizer, texts, frozenset(specials.values())
         except (OSError, ValueError, RuntimeError, LookupError, TypeError, AttributeError) as error:
             raise BadGrammar("this model's tokenizer cannot be used with grammars") from error
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def _matcher(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
+    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=_LIMITS)
+    if matcher.is_error():
+        raise BadGrammar(first_line(matcher.get_error()))
+    return matcher
+
+
+def _refused_token(matcher: LLMatcher) -> int | None:
+    """Return the first token that a grammar does not take of those that it forces at its beginning, such as those of a
+    call up to its arguments; None if it takes them all. Advances the matcher."""
+    forced = matcher.compute_ff_tokens()[:_MAX_FORCED_TOKENS]
+    return next((token_id for token_id in forced if not matcher.consume_token(token_id)), None)
 
 
 def _spelt(grammar: str) -> str:

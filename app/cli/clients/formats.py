@@ -11,15 +11,19 @@ import tomllib
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any, Protocol
 
 BEGIN, END = "# begin: reprise client", "# end: reprise client"
-_MARKED = re.compile(rf"^{BEGIN}\n(.*?)^{END}\n", re.MULTILINE | re.DOTALL)
+_MARKED = re.compile(rf"^{BEGIN}[ \t]*\n(.*?)^{END}[ \t]*(?:\n|\Z)", re.MULTILINE | re.DOTALL)
 _AT_TABLES = re.compile(r"^(?=[ \t]*\[)", re.MULTILINE)
 _ASSIGNED = re.compile(r"[ \t]*(?:export[ \t]+)?([A-Za-z0-9_-]+)[ \t]*=")
 _SERVER_KEYS = ("provider", "base_url", "baseURL", "baseUrl", "api_base", "apiBase")  # they tell whose entry it is
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 _TABLE = re.compile(r"^\s*\[", re.MULTILINE)
+_OPEN_QUOTE = re.compile(
+    r"""^[ \t]*(?:export[ \t]+)?[\w.-]+[ \t]*=[ \t]*(?:"(?:[^"\\\n]|\\.)*\\?|'[^'\n]*|`[^`\n]*)$""", re.MULTILINE
+)
 _HALF = re.compile("[\ud800-\udfff]")  # half of a character, which UTF-8 cannot hold and an escape can
 
 
@@ -82,7 +86,7 @@ def _marked(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Json:
-    """Comments, keys that stand twice and numbers that JSON cannot write are refused, since they would be lost."""
+    """Comments, keys that stand twice and numbers that would change are refused."""
 
     def text(self, config: Any) -> str:
         return _HALF.sub(_escaped, json.dumps(config, indent=2, ensure_ascii=False)) + "\n"
@@ -109,10 +113,12 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _finite(text: str) -> float:
-    """Return a number of JSON. Raises NotMerged for NaN and numbers too large to be written again."""
+    """Return a number of JSON. Raises NotMerged for NaN and numbers that would be written as other ones."""
     number = float(text)
     if not math.isfinite(number):
         raise NotMerged(f"it has {text[:40]}, which is no number of JSON")
+    if Decimal(text) != Decimal(repr(number)):
+        raise NotMerged(f"it has {text[:40]}, which would be rounded")
     return number
 
 
@@ -124,7 +130,8 @@ def _escaped(half: re.Match[str]) -> str:
 class Toml:
     """Ours stands between marks: values before the file's own, tables after them. A line of the file that sets one of
     our values becomes a comment. Clients add values and tables of theirs at the end of others, and so between our
-    marks; these are kept. optional: keys that some of our configurations have, and others leave out."""
+    marks, and people add comments; these are kept. optional: keys that some of our configurations have, and others
+    leave out."""
 
     optional: tuple[str, ...] = ()
 
@@ -159,15 +166,28 @@ class Toml:
         return text
 
     def _not_ours(self, marked: str, config: Mapping[str, Any], tables: str) -> str:
-        """Return the values and tables between our marks that are not ours."""
+        """Return the values, tables and comments between our marks that are not ours."""
         values, *others = _AT_TABLES.split(marked)
         ours = {line for line in tables.splitlines() if line.startswith("[")}
         kept = [
             line
             for line in values.splitlines(keepends=True)
-            if (found := _ASSIGNED.match(line)) and found[1] not in config and found[1] not in self.optional
+            if _is_comment(line)
+            or ((found := _ASSIGNED.match(line)) and found[1] not in config and found[1] not in self.optional)
         ]
-        return "".join(kept + [table for table in others if table.partition("\n")[0].strip() not in ours])
+        for table in others:
+            first, *_ = lines = table.splitlines(keepends=True)
+            kept += filter(_is_comment, lines) if first.strip() in ours else lines
+        return "".join(line for line in kept if not _begins(line))
+
+
+def _is_comment(line: str) -> bool:
+    return line.lstrip().startswith("#")
+
+
+def _begins(line: str) -> bool:
+    """Return whether a line begins a part of ours; within another one it remains of a part whose end was removed."""
+    return line.rstrip() == BEGIN
 
 
 def _paths(value: object, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
@@ -255,12 +275,14 @@ def _yaml_lines(value: Mapping[str, Any]) -> Iterator[str]:
 @dataclass(frozen=True, slots=True)
 class Variables:
     """NAME="VALUE" in lines, as programs read them from a file called .env. A line of the file that sets one of our
-    names becomes a comment."""
+    names becomes a comment. A file with a value of several lines is refused: one of these may look like such a line."""
 
     def text(self, config: Any) -> str:
         return "".join(f"{name}={_scalar(value)}\n" for name, value in config.items())
 
     def merged(self, old: str, config: Any) -> str:
+        if found := _OPEN_QUOTE.search(old):
+            raise NotMerged(f"{found[0].partition('=')[0].strip()} has a value of several lines")
         kept = _MARKED.sub(lambda found: _other_variables(found[1], config), old)
         for name in config:
             ours = rf"^([ \t]*(?:export[ \t]+)?{re.escape(name)}[ \t]*=)"

@@ -112,16 +112,19 @@ def _examined(render: Render, tokens: str) -> Found:
         called,
     )
     thoughts = _thoughts(shown, family, tokens)
-    resulted = history if found.shows_results else None
+    found = _with_thoughts(found, probe, tools, history)
+    resulted = None
+    if found.shows_results:
+        resulted = [history[0], {**history[1], found.thought_field or THOUGHT_FIELDS[0]: _THOUGHT}, *history[2:]]
     return replace(
-        _with_thoughts(found, probe, tools, history),
+        found,
         calls=family,
         short_ids=found.short_ids or family.short_ids,
         thoughts=thoughts or THINK,  # a model may think though its template does not say so
         thinks=thoughts is not None,
         switch=switch_of(probe, tools),
-        traits=with_orders(traits, probe, tools=None, called=resulted),
-        traits_with_tools=with_orders(traits, probe, tools=tools, called=resulted),
+        traits=with_orders(traits, probe, tools=None, called=resulted, thought=_THOUGHT),
+        traits_with_tools=with_orders(traits, probe, tools=tools, called=resulted, thought=_THOUGHT),
     )
 
 

@@ -1,4 +1,6 @@
 import json
+import re
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -7,7 +9,7 @@ from hypothesis import strategies as st
 
 from reprise.app.errors import ApiError
 from reprise.app.http import body as bodies
-from reprise.app.http.body import check_body, parse_json
+from reprise.app.http.body import check_body, mended, parse_json
 from reprise.app.schemas.fields import is_deeper
 
 
@@ -133,6 +135,24 @@ def test_no_body_is_too_odd_to_be_checked(body):
 )
 def test_half_of_a_character_becomes_a_mark(sent, read):
     assert parse_json(b'{"content": "' + sent.encode() + b'"}') == {"content": read}
+
+
+ESCAPES = ["\\", "\\\\", r"\ud83d", r"\uDE00", r"\u0041", r"\n", "u", "d83d", "x"]
+
+
+@given(escapes=st.lists(st.sampled_from(ESCAPES), max_size=12).map("".join))
+def test_halves_are_found_escape_by_escape(escapes):
+    one = re.compile(r"\\(?:u[dD][89abAB]..\\u[dD][c-fC-F]..|(?P<half>u[dD][89a-fA-F]..)|.)", re.DOTALL)
+    expected = one.sub(lambda escape: r"\ufffd" if escape["half"] else escape[0], escapes)
+    assert mended(escapes.encode()) == expected.encode()
+
+
+@pytest.mark.parametrize("text", ["\\", r"\n", r"\\", "x"])
+def test_a_body_of_escapes_takes_little_time(text):
+    data = text.encode() * ((6 << 20) // len(text)) + rb'\ud83d"'
+    started_s = time.process_time()
+    mended(data)
+    assert time.process_time() - started_s < 0.9  # 2 s when each escape was matched by itself
 
 
 def test_a_byte_order_mark_is_no_part_of_the_body():

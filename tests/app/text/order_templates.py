@@ -42,6 +42,31 @@ HOISTS = (
     "{% set all.text = all.text + m.content %}{% endfor %}{{ all.text }}"
     "{% for m in messages if m.role != 'system' %}" + SAID + "{% endfor %}" + OPENS
 )
+# Qwen 3.5 and later, with what they do to thoughts: those before the last question are left out. Results of calls stand
+# in a user's turn, and are no question.
+STRIPS_THOUGHTS = (
+    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}"
+    + END
+    + "{% endif %}{% set asked = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' and not "
+    "(m.content.startswith('<tool_response>') and m.content.endswith('</tool_response>')) %}"
+    "{% set asked.last = loop.index0 %}{% endif %}{% endfor %}{% if asked.last < 0 %}"
+    + REFUSE
+    + "{% endif %}{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+    + REFUSE
+    + "{% elif m.role == 'assistant' %}"
+    + OPENING
+    + "{% if loop.index0 > asked.last %}<think>\n{{ (m.reasoning_content or '') | trim }}\n</think>\n\n{% endif %}"
+    "{{ m.content }}{% for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
+    + END
+    + "{% elif m.role == 'tool' %}{% if loop.previtem.role != 'tool' %}<|im_start|>user{% endif %}"
+    "{{ '\n<tool_response>\n' + m.content + '\n</tool_response>' }}{% if loop.last or loop.nextitem.role != 'tool' %}"
+    + END
+    + "{% endif %}{% else %}"
+    + SAID
+    + "{% endif %}{% endfor %}{% if add_generation_prompt %}"
+    + OPENING
+    + "<think>\n{% endif %}"
+)
 # Those of models that see.
 PARTS = CHATML.replace(
     "{{ m.content }}", "{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}"

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from reprise.app.text.message_order import ordered
 from reprise.app.text.probe import Outcome
 from reprise.app.text.template_traits import TAKES_ALL, TemplateTraits
-from tests.app.text.order_templates import END, START, TEMPLATES, Shown
+from tests.app.text.order_templates import END, START, STRIPS_THOUGHTS, TEMPLATES, Shown
 from tests.example_counts import examples
 
 SHOWN = {name: Shown(template) for name, template in TEMPLATES.items()}
@@ -96,14 +96,75 @@ def test_neighbours_keep_their_calls_and_thoughts():
     assert first == {"role": "assistant", "content": "A", "reasoning_content": "Hm."}  # as it was
 
 
+STRIPPING = Shown(STRIPS_THOUGHTS)
+TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
+QUESTION, REMINDER = said("user: Q", "system: F")
+
+
+def step(thought: str, result: str | None, call_id: str = "1") -> list[dict]:
+    """Return an agent's step with its thought and a call, and the call's result, if there is one yet."""
+    call = {"id": call_id, "type": "function", "function": {"name": "look", "arguments": {}}}
+    calling = {"role": "assistant", "content": "", "reasoning_content": thought, "tool_calls": [call]}
+    return [calling, *([] if result is None else [{"role": "tool", "content": result, "tool_call_id": call_id}])]
+
+
+@pytest.mark.parametrize(
+    ("after", "roles", "result"),
+    [
+        ([REMINDER], [], f"1\n\n{REMINDED}"),
+        (said("system: </system-reminder> F"), [],
+         "1\n\n<system-reminder>\n</system-reminder> F\n</system-reminder>"),
+        ([REMINDER, REMINDER], [], f"1\n\n{REMINDED}\n\n{REMINDED}"),
+        # One that a client wrote into a user's message.
+        ([{"role": "user", "content": f"{REMINDED}\n{REMINDED}\n"}], [], f"1\n\n{REMINDED}\n{REMINDED}\n"),
+        # What a user says is a question, whatever stands around it.
+        ([REMINDER, *said("user: R")], ["user"], f"1\n\n{REMINDED}"),
+        ([*said("user: R"), REMINDER], ["user", "user"], "1"),
+        ([{"role": "user", "content": f"{REMINDED} R {REMINDED}"}], ["user"], "1"),
+        ([{"role": "user", "content": f"{REMINDED} R"}], ["user"], "1"),
+        # A turn that is over is followed by a new one.
+        ([*said("assistant: R"), REMINDER], ["assistant", "user"], "1"),
+    ],
+)  # fmt: skip
+def test_a_reminder_in_an_agents_turn_is_no_question(after, roles, result):
+    messages = [QUESTION, *step("Hm.", "1"), *after]
+    found = STRIPPING.form.ordered(messages, TOOLS)
+    assert [message["role"] for message in found.messages] == ["user", "assistant", "tool", *roles]
+    assert found.messages[2] == {"role": "tool", "content": result, "tool_call_id": "1"}
+    assert ("Hm." in STRIPPING.text(messages, tools=TOOLS)) == ("user" not in roles)
+
+
+def test_a_reminder_between_a_call_and_its_result_is_no_question():
+    calling, result = step("Hm.", "1")
+    messages = [QUESTION, calling, REMINDER, result]
+    found = STRIPPING.form.ordered(messages, TOOLS)
+    assert found.messages == [QUESTION, calling, {**result, "content": f"{REMINDED}\n\n1"}]
+    assert found.places == (0, 1, 2, 2)
+
+
+STEPS = st.lists(st.tuples(st.integers(1, 2), st.integers(0, 2)), min_size=1, max_size=5)
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(steps=STEPS)
+def test_reminders_keep_the_prompt_of_an_agents_turn(steps):
+    """Each prompt of the turn begins with the one before it. steps: how many results and reminders each has."""
+    messages = [QUESTION]
+    for number, (results, reminders) in enumerate(steps):
+        before = STRIPPING.text(messages, tools=TOOLS)
+        called, result = step(f"thought {number}", "1")
+        messages += [called, *[result] * results, *[REMINDER] * reminders]
+        assert STRIPPING.text(messages, tools=TOOLS).startswith(f"{before}thought {number}\n</think>")
+
+
 ROLES = st.sampled_from(["user", "assistant", "system"])
 CONTENTS = st.text(st.characters(codec="ascii", exclude_categories=["C"], exclude_characters="[]"), max_size=5)
 
 
 @st.composite
-def conversations(draw) -> list[dict[str, str]]:
+def conversations(draw, roles=ROLES) -> list[dict[str, str]]:
     """Draw a conversation that begins with system messages and a user's. Each content is in no other."""
-    roles = ["system"] * draw(st.integers(0, 3)) + ["user"] + draw(st.lists(ROLES, max_size=8))
+    roles = ["system"] * draw(st.integers(0, 3)) + ["user"] + draw(st.lists(roles, max_size=8))
     return [{"role": role, "content": f"[{place}:{draw(CONTENTS)}]"} for place, role in enumerate(roles)]
 
 
@@ -114,7 +175,7 @@ TRAITS = st.builds(
 
 
 @settings(max_examples=examples(200), deadline=None)
-@given(messages=conversations(), traits=TRAITS)
+@given(messages=conversations(ROLES | st.just("tool")), traits=TRAITS)
 def test_every_text_is_there_once_and_in_its_order(messages, traits):
     found = ordered(messages, traits)
     whole = "\n\n".join(message["content"] for message in found.messages)

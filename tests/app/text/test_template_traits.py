@@ -13,6 +13,7 @@ from tests.app.text.order_templates import (
     PARTS,
     PHI,
     SILENT,
+    STRIPS_THOUGHTS,
     Shown,
 )
 
@@ -23,6 +24,7 @@ ALL = {
     "user_after_user": "kept",
     "answer_after_answer": "kept",
     "user_after_result": "kept",
+    "thought_before_user": "kept",
     "text": "kept",
     "parts": "lost",
 }
@@ -75,6 +77,15 @@ def test_the_form_of_a_result_counts_too():
     shown = Shown(tools + ALTERNATES.replace(CONTENT, calls + CONTENT))
     assert shown.form.found.traits.user_after_result == "refused"  # the question before the call waits for an answer
     assert (shown.form.found.shows_calls, shown.form.found.shows_results) == (True, True)
+
+
+def test_whether_the_thought_of_a_call_stays_when_a_user_says_more():
+    found = Shown(STRIPS_THOUGHTS).form.found
+    assert (found.traits.thought_before_user, found.traits_with_tools.thought_before_user) == ("lost", "lost")
+    keeps = STRIPS_THOUGHTS.replace("loop.index0 > asked.last", "true")
+    shows_none = STRIPS_THOUGHTS.replace("loop.index0 > asked.last", "false")
+    for template in (keeps, shows_none):  # where none is shown, none is lost
+        assert Shown(template).form.found.traits_with_tools.thought_before_user == "kept"
 
 
 def test_a_template_may_take_less_beside_tools():

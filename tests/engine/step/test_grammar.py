@@ -191,6 +191,8 @@ def test_answers_are_valid_and_end_by_themselves(driver: Driver, path: Path, ask
         ('%json {"const": "a<|im_end|>b"}', '"a<|im_end|>b"'),
         ('%json {"enum": ["<|im_start|>"]}', '"<|im_start|>"'),
         ('"x<|im_end|>" /y<\\|im_end\\|>z/', "x<|im_end|>y<|im_end|>z"),
+        ("/[<]\\|im_end[|]>x/", "<|im_end|>x"),
+        ('"<|im_" "end|>x"', "<|im_end|>x"),
         ('%json {"type": "object", "properties": {"<|im_end|>": {"const": 1}}, "required": ["<|im_end|>"],'
          '"x-guidance": {"whitespace_flexible": false}}',
          '{"<|im_end|>":1}'),
@@ -202,6 +204,14 @@ def test_the_text_of_a_special_token_is_spelt_by_plain_ones(
     answer = driver.ask("a", random_ids(40, 1), grammar=LLMatcher.grammar_from_lark(f"start: {rule}"), max_tokens=120)
     assert answer.finish_reason == "stop"
     assert "".join(text_of(path, answer.token_ids).split()) == expected
+
+
+def test_an_answer_that_a_special_token_takes_out_of_its_grammar_fails(driver: Driver) -> None:
+    """The text is hidden in a class, and not at the beginning. It must not end as if it were complete."""
+    answer = driver.ask(
+        "a", random_ids(40, 1), grammar=LLMatcher.grammar_from_lark("start: /[ab][<]\\|im_end[|]>x/"), max_tokens=20
+    )
+    assert (answer.finish_reason, answer.error_code) == ("error", "invalid_grammar")
 
 
 def test_a_special_token_in_a_grammar_is_one_all_the_same(driver: Driver) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.app.fakes import FakeEngine, Running, in_process, make_settings, model_info, write_tokenizer
-from tests.app.text.order_templates import ALTERNATES, CHATML, FIRST_ONLY, NO_SYSTEM, PARTS, SILENT
+from tests.app.text.order_templates import ALTERNATES, CHATML, FIRST_ONLY, NO_SYSTEM, PARTS, SILENT, STRIPS_THOUGHTS
 
 CODEX = [
     {"role": "developer", "content": "Be brief."},
@@ -57,6 +57,23 @@ async def test_no_message_is_refused_or_lost_and_the_past_stays(tmp_path: Path, 
         at = prompt.index(text, at)
     assert prompt.count("Plan mode.") == 2
     assert ("<system-reminder>" in prompt) == (template not in (CHATML, PARTS))
+
+
+async def test_a_reminder_keeps_thoughts_that_another_server_generated(tmp_path: Path):
+    tools = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
+    call = {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    thinks = {"role": "assistant", "content": "", "reasoning_content": "The fox.", "tool_calls": [call]}
+    history = [CODEX[0], CODEX[3], thinks, {"role": "tool", "tool_call_id": "call_1", "content": "A dog."}]
+    async with serve(tmp_path, STRIPS_THOUGHTS) as running:
+        prompts = []
+        for messages in (history, [*history, REMINDER]):
+            response = await running.chat(messages=messages, tools=tools)
+            assert response.status_code == 200, response.text
+            prompts.append(prompt_of(running))
+        kept = prompts[0].partition("A dog.")[0]
+        assert "The fox." in kept
+        assert prompts[1].startswith(kept)
+        assert "Plan mode." in prompts[1]
 
 
 async def test_what_was_found_is_told(tmp_path: Path):

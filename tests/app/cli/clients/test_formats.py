@@ -121,6 +121,47 @@ def test_variables_that_a_user_adds_between_our_marks_are_kept() -> None:
     assert text == f'A=1\nC=3\n# why\n{BEGIN}\nB="y"\n{END}\n'
 
 
+@pytest.mark.parametrize("end", [END, f"{END}  "])
+@pytest.mark.parametrize(("form", "ours"), [(Toml(), OURS), (Variables(), {"B": "x"})])
+def test_an_editor_may_change_white_space_at_the_end_of_ours(form: Format, ours: Any, end: str) -> None:
+    once = form.merged("", ours)
+    changed = once.removesuffix(f"{END}\n") + end
+    assert form.merged(changed, ours).strip() == once.strip()
+
+
+def test_comments_between_the_marks_are_kept() -> None:
+    once = Toml().merged("", OURS)
+    noted = once.replace("window = 8\n", "# values\nwindow = 8\n").replace('url = "u"\n', 'url = "u"\n  # a table\n')
+    text = Toml().merged(noted, {**OURS, "window": 9})
+    assert tomllib.loads(text) == {**OURS, "window": 9}
+    assert ("# values\n" in text, "  # a table\n" in text) == (True, True)
+    assert Toml().merged(text, {**OURS, "window": 9}) == text
+
+
+def test_a_mark_without_its_end_takes_no_comments_along() -> None:
+    text = Toml().merged(Toml().merged(THEIRS, OURS).replace(f"{END}\n", "", 1), OURS)
+    assert ("# mine\n" in text, 'url = "x"  # stays\n' in text) == (True, True)
+    assert Toml().merged(text, OURS) == text
+    assert text.count(BEGIN) == text.count(END) == 2
+
+
+@pytest.mark.parametrize("value", ['"a\nB=2\n"', "'a\nB=2\n'", "`a\nB=2\n`", '"a\\\nB=2\n"'])
+@pytest.mark.parametrize("name", ["B", "KEY", "export KEY"])
+def test_variables_whose_values_have_several_lines_are_left_alone(name: str, value: str) -> None:
+    with pytest.raises(NotMerged, match="several lines"):
+        Variables().merged(f"A=1\n{name}={value}\n", {"B": "x"})
+    assert "A='it'  # \"\n" in Variables().merged("A='it'  # \"\n", {"B": "x"})
+
+
+@pytest.mark.parametrize("number", ["0.12345678901234567890123", "1e-400", "NaN", "1e400"])
+def test_json_with_numbers_that_would_change_is_refused(number: str) -> None:
+    with pytest.raises(NotMerged, match=r"rounded|no number"):
+        Json().merged(f'{{"a": {number}}}', {"b": 1})
+    assert json.loads(Json().merged('{"a": 0.1, "b": 1e3, "c": 12345678901234567890123}', {})) == {
+        "a": 0.1, "b": 1000.0, "c": 12345678901234567890123,
+    }  # fmt: skip
+
+
 def test_a_line_after_an_empty_one_becomes_a_comment() -> None:
     assert '\n\n# model = "old"\n' in Toml().merged('# mine\n\nmodel = "old"\n', OURS)
     assert Variables().merged("A=1\n\nB=2\n", {"B": "x"}).startswith("A=1\n\n# B=2\n")
