@@ -8,6 +8,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 KEPT = 3  # number of models made for later starts; the least recently used are deleted
 ABANDONED_S = 86_400.0  # age of an abandoned temporary directory: making a model takes less
 
@@ -15,7 +17,8 @@ ABANDONED_S = 86_400.0  # age of an abandoned temporary directory: making a mode
 @contextlib.contextmanager
 def fresh_directory(out: Path) -> Iterator[Path]:
     """Create a temporary directory that is renamed to `out` at the end of the `with` block, or deleted if that raises.
-    Another start may have made `out` meanwhile; then that is kept. Raises OSError."""
+    Another start may have made `out` meanwhile; then that is kept. Raises OSError, also where safetensors raises an
+    error of its own."""
     out.parent.mkdir(parents=True, exist_ok=True)
     fresh = Path(tempfile.mkdtemp(prefix=f".{out.name}-", suffix=".tmp", dir=out.parent))
     try:
@@ -30,6 +33,8 @@ def fresh_directory(out: Path) -> Iterator[Path]:
         except OSError:
             if not out.is_dir():
                 raise
+    except SafetensorError as error:  # the disk is full, for example
+        raise OSError(f"{out} cannot be written: {error}") from error
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
 

@@ -4,6 +4,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from safetensors import SafetensorError
 
 from reprise.engine.model.made_models import forget_old, fresh_directory
 
@@ -21,6 +22,12 @@ def test_a_file_in_the_way_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="model"), fresh_directory(tmp_path / "model"):
         pass
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_an_error_of_safetensors_is_one_of_the_disk(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="No space left"), fresh_directory(tmp_path / "model"):
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+    assert not list(tmp_path.iterdir())
 
 
 def test_directories_may_vanish_while_old_ones_are_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

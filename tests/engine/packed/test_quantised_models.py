@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -242,6 +243,18 @@ def test_too_little_room_for_packed_weights_is_refused_too(tmp_path: Path, monke
         pack_weights(pair.quantised, tmp_path / "others", "auto", CPU)
     Little.available = 2 * sum(sizes.values())
     assert pack_weights(pair.quantised, tmp_path / "others", "auto", CPU).is_dir()
+
+
+@pytest.mark.parametrize("way", ["directory", "dequantised"])
+def test_a_disk_that_fills_up_meanwhile_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    pair = quantised.llama(tmp_path, FORMATS["gptq"])
+    monkeypatch.setattr(f"reprise.engine.packed.{way}.save_file", full)
+    with pytest.raises(ModelRefused, match="No space left"):
+        (packed if way == "directory" else unpacked)(pair.quantised, tmp_path)
+    assert not list((tmp_path / "models").iterdir())
 
 
 def test_a_method_that_is_not_read_is_refused(tmp_path: Path) -> None:
