@@ -19,7 +19,7 @@ from reprise.engine.packed import directory as packed_directory
 from reprise.engine.packed.experts import ExpertsPacker
 from reprise.engine.packed.module_names import ModuleNames, Target
 from reprise.engine.packed.quantise import quantise
-from reprise.engine.packed.sources.checkpoint import INDEX
+from reprise.engine.packed.sources.checkpoint import INDEX, SourceRefused
 from reprise.engine.packed.sources.configuration import without_quantisation
 from reprise.engine.packed.sources.source import Source, of_checkpoint, of_plain_checkpoint
 from reprise.kernels.packed import GROUP, Bits, PackedWeight, pack
@@ -145,6 +145,17 @@ class _Packer:
         return bits // 8
 
     def weights(self) -> Iterator[tuple[str, Tensor | PackedWeight]]:
+        """Yield all weights. Raises SourceRefused for one that the model has in another shape, and if the checkpoint
+        lacks some: what would be written could not be loaded. Raises ValueError."""
+        made: set[str] = set()
+        for name, weight in self._made():
+            self._names.check_shape(name, weight)
+            made.add(name)
+            yield name, weight
+        if missing := self._names.missing(made):
+            raise SourceRefused(f"{len(missing)} weights are missing, among them {min(missing)}")
+
+    def _made(self) -> Iterator[tuple[str, Tensor | PackedWeight]]:
         for target in self._targets:
             if self._are_packed_experts(target):
                 yield target.name, self._experts.packed(target, self._bits)
