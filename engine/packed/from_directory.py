@@ -146,7 +146,7 @@ class _Packer:
 
     def weights(self) -> Iterator[tuple[str, Tensor | PackedWeight]]:
         """Yield all weights. Raises SourceRefused for one that the model has in another shape, and if the checkpoint
-        lacks some: what would be written could not be loaded. Raises ValueError."""
+        lacks some: what would be written could not be loaded."""
         made: set[str] = set()
         for name, weight in self._made():
             self._names.check_shape(name, weight)
@@ -157,20 +157,28 @@ class _Packer:
 
     def _made(self) -> Iterator[tuple[str, Tensor | PackedWeight]]:
         for target in self._targets:
-            if self._are_packed_experts(target):
-                yield target.name, self._experts.packed(target, self._bits)
-            elif target.converter is not None:
-                bits = self._bits or (8 if self._is_quantised(target) else None)
-                for name, weight in self._names.converted(target, self._source.dense):
-                    yield name, _packed_or_plain(name, weight, bits)
-            elif self._is_packed_alone(target):
-                yield target.name, self._source.packed(target.sources[0][0], self._bits_of(target.name))
-            else:
-                weight = self._source.dense(target.sources[0][0])
-                yield (
-                    target.name,
-                    weight if self._is_quantised(target) else _packed_or_plain(target.name, weight, self._bits),
-                )
+            try:
+                yield from self._made_of(target)
+            except SourceRefused:  # names the weight
+                raise
+            except ValueError as error:
+                raise SourceRefused(f"the weight {target.name[:120]} cannot be packed: {error}") from error
+
+    def _made_of(self, target: Target) -> Iterator[tuple[str, Tensor | PackedWeight]]:
+        if self._are_packed_experts(target):
+            yield target.name, self._experts.packed(target, self._bits)
+        elif target.converter is not None:
+            bits = self._bits or (8 if self._is_quantised(target) else None)
+            for name, weight in self._names.converted(target, self._source.dense):
+                yield name, _packed_or_plain(name, weight, bits)
+        elif self._is_packed_alone(target):
+            yield target.name, self._source.packed(target.sources[0][0], self._bits_of(target.name))
+        else:
+            weight = self._source.dense(target.sources[0][0])
+            yield (
+                target.name,
+                weight if self._is_quantised(target) else _packed_or_plain(target.name, weight, self._bits),
+            )
 
     def _are_packed_experts(self, target: Target) -> bool:
         """Return whether a weight is packed as one of experts. Where one projection of a module is, all are."""

@@ -12,11 +12,19 @@ _NUMBERS_TOGETHER = 1 << 22  # numbers rounded together
 def quantise(weight: Tensor, bits: Bits) -> Codes:
     """Round a weight [outputs, inputs] to `bits` bits; inputs must be a multiple of GROUP. 8 bits: symmetric, scaled by
     the largest number of a group. 4 bits: with lows (the value of code 0), over the range of numbers that gives the
-    least error; errors of large numbers weigh more."""
+    least error; errors of large numbers weigh more. Raises ValueError for numbers that are not finite."""
     step = max(1, _NUMBERS_TOGETHER // weight.shape[1])
-    parts = [(_eight if bits == 8 else _four)(rows.float().unflatten(1, (-1, GROUP))) for rows in weight.split(step)]
+    parts = [(_eight if bits == 8 else _four)(_groups(rows)) for rows in weight.split(step)]
     codes, scales, *lows = (torch.cat(part) for part in zip(*parts, strict=True))
     return Codes(codes.flatten(1), scales, lows[0] if lows else None, bits)
+
+
+def _groups(rows: Tensor) -> Tensor:
+    """Return rows [outputs, inputs] as fp32 [outputs, groups, GROUP]. Raises ValueError."""
+    wide = rows.float()
+    if not wide.isfinite().all():
+        raise ValueError("a number is not finite")
+    return wide.unflatten(1, (-1, GROUP))
 
 
 def _half(x: Tensor) -> Tensor:

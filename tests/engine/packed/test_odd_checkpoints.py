@@ -118,6 +118,15 @@ def test_so_are_those_of_a_checkpoint_without_quantisation(
         pack_weights(of_moe(tmp_path, change, "plain"), tmp_path / "models", "q8", CPU)
 
 
+@pytest.mark.parametrize("name", [f"{EXPERTS}3.up_proj", "model.layers.1.self_attn.q_proj"])
+def test_the_weight_with_a_number_that_is_not_finite_is_named(tmp_path: Path, name: str) -> None:
+    def spoil(tensors: Tensors) -> None:
+        tensors[f"{name}.weight"][3, 5] = float("nan")
+
+    with pytest.raises(ModelRefused, match=r"mlp\.experts\.gate_up_proj.*finite|q_proj.*finite"):
+        pack_weights(of_moe(tmp_path, spoil, "plain"), tmp_path / "models", "q4", CPU)
+
+
 @pytest.mark.parametrize("experts", [2, 8])
 def test_another_number_of_experts_than_the_configurations_is_refused(tmp_path: Path, experts: int) -> None:
     """Of gpt-oss all experts are one tensor, whose outputs would be divided otherwise."""

@@ -41,3 +41,13 @@ def test_large_weights_are_rounded_in_parts_alike(bits, monkeypatch: pytest.Monk
     parts = quantise(random(), bits)
     assert torch.equal(whole.codes, parts.codes)
     assert torch.equal(whole.scales, parts.scales)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
+def test_numbers_that_are_not_finite_are_refused(bits, number: float) -> None:
+    """They would become zeros, and their neighbours with them."""
+    weight = random()
+    weight[3, 40] = number
+    with pytest.raises(ValueError, match="not finite"):
+        quantise(weight, bits)
