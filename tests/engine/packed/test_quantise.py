@@ -51,3 +51,11 @@ def test_numbers_that_are_not_finite_are_refused(bits, number: float) -> None:
     weight[3, 40] = number
     with pytest.raises(ValueError, match="not finite"):
         quantise(weight, bits)
+
+
+def test_numbers_too_large_for_scales_are_refused() -> None:
+    """Eight bits have the limit when they are packed."""
+    with pytest.raises(ValueError, match="too large"):
+        quantise(random() * 1e8, 4)
+    with pytest.raises(ValueError, match="beyond 65504"):
+        pack(quantise(random() * 1e9, 8))
