@@ -74,7 +74,6 @@ class ExpertsPacker:
             return self._source.codes(name, 0, self._source.matrix(name)[0], bits)
         return quantise(self._source.dense(name), bits or 8)
 
-
     def _check_shape(self, target: Target, shape: tuple[int, ...]) -> None:
         if shape != (wanted := self._names.shape(target.name)):
             raise SourceRefused(f"the weight {target.name[:120]} has the shape {shape}, the model wants {wanted}")

@@ -87,11 +87,12 @@ class _Packer:
         if unused:
             log.info("%d weights of %s have no place in the model, such as %s", len(unused), source.path, unused[0])
         again = [name for name in source.names if source.is_rounded_again(name)]
-        if again:
+        if again and bits is None:
             log.warning(
-                "the codes of %d weights of %s, such as %s, cannot be kept and are rounded again, to %d bits: inputs "
-                "that share a scale are not adjacent (desc_act), or are of an odd number",
-                *(len(again), source.path, again[0], bits or 8),
+                "the codes of %d weights of %s, such as %s, cannot be kept: their inputs that share a scale are not "
+                "adjacent (desc_act), or no multiple of %d. They are rounded again, to 8 bits, or unpacked to bf16 where "
+                "all inputs of a weight are no such multiple",
+                *(len(again), source.path, again[0], GROUP),
             )
         self.formats = {target.name: source.form for target in self._targets if self._is_quantised(target)}
 
@@ -124,7 +125,7 @@ class _Packer:
         if target.converter is not None or not self._is_quantised(target):
             return False
         ((name, _),) = target.sources
-        return len(self._source.shape(name)) == 2 and self._source.is_packable(name)
+        return len(self._source.shape(name)) == 2 and self._source.is_packable(name, self._bits)
 
     def size_bytes(self) -> int:
         """Return about how many bytes the weights will take, with scales and lows for each group."""

@@ -51,7 +51,9 @@ class ModuleNames:
             converter = None if pattern is None else self._by_pattern[pattern]
             target = targets.setdefault(name, Target(name, converter))
             if target.converter is not converter:
-                raise SourceRefused(f"the weight {name[:120]} is there twice: {tensor[:120]} and {target.sources[0][0]}")
+                raise SourceRefused(
+                    f"the weight {name[:120]} is there twice: {tensor[:120]} and {target.sources[0][0]}"
+                )
             target.sources.append((tensor, pattern or ""))
         return list(targets.values()), unused
 

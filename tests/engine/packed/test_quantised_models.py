@@ -130,6 +130,26 @@ def test_codes_that_cannot_be_kept_are_warned_of(tmp_path: Path, caplog: pytest.
     assert "desc_act" in caplog.text
 
 
+def test_a_warning_of_codes_is_for_those_that_were_to_be_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    packed(quantised.llama(tmp_path, FORMATS["gptq scattered"]).quantised, tmp_path, "q4")
+    assert "cannot be kept" not in caplog.text
+
+
+@pytest.mark.parametrize("weights", ["auto", "q8", "q4"])
+@pytest.mark.parametrize("name", ["nvfp4", "modelopt"])
+def test_inputs_that_are_half_a_group_too_many_stay_packed_or_are_unpacked(
+    tmp_path: Path, name: str, weights: str
+) -> None:
+    """NVFP4 has scales for 16 inputs, other forms for 32."""
+    pair = quantised.llama(tmp_path, FORMATS[name], hidden_size=48, head_dim=16)
+    model = packed(pair.quantised, tmp_path, weights)
+    layers = [module for module in model.modules() if isinstance(module, QuantisedLinear)]
+    # Of a layer, those of 64 and of 96 inputs: what attention and what the gate put out.
+    assert len(layers) == 2 * (7 if weights == "auto" else 2)
+    off_by = off(vanilla_logits(model, IDS), vanilla_logits(reference(pair.plain), IDS))
+    assert off_by <= {"auto": 0.02, "q8": 0.02, "q4": 0.2}[weights]
+
+
 def test_tied_embeddings_stay_shared(tmp_path: Path) -> None:
     pair = quantised.llama(tmp_path, FORMATS["gptq"], tie_word_embeddings=True)
     model = packed(pair.quantised, tmp_path)
