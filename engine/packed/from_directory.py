@@ -90,8 +90,8 @@ class _Packer:
         if again and bits is None:
             log.warning(
                 "the codes of %d weights of %s, such as %s, cannot be kept: their inputs that share a scale are not "
-                "adjacent (desc_act), or no multiple of %d. They are rounded again, to 8 bits, or unpacked to bf16 where "
-                "all inputs of a weight are no such multiple",
+                "adjacent (desc_act), or no multiple of %d. They are rounded again, to 8 bits, or unpacked to bf16 "
+                "where all inputs of a weight are no such multiple",
                 *(len(again), source.path, again[0], GROUP),
             )
         self.formats = {target.name: source.form for target in self._targets if self._is_quantised(target)}

@@ -95,7 +95,7 @@ class ModuleNames:
             converter.add_tensor(target.name, tensor, pattern, lambda tensor=tensor: read(tensor))
         try:
             made = converter.convert(target.name, model=self._model, config=self._model.config)
-        except (RuntimeError, IndexError, KeyError, TypeError) as error:  # of torch, for tensors of odd shapes
+        except (RuntimeError, IndexError, KeyError, TypeError) as error:  # torch raises these for tensors of odd shapes
             raise SourceRefused(f"the weight {target.name[:120]} cannot be made: {error}") from error
         for name, weight in made.items():
             yield name, weight[0] if isinstance(weight, list) else weight

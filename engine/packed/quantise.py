@@ -25,7 +25,8 @@ def _groups(rows: Tensor) -> Tensor:
     wide = rows.float()
     if not wide.isfinite().all():
         raise ValueError("a number is not finite")
-    return wide.unflatten(1, (-1, GROUP))
+    groups: Tensor = wide.unflatten(1, (-1, GROUP))
+    return groups
 
 
 def _half(x: Tensor) -> Tensor:

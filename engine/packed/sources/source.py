@@ -144,8 +144,8 @@ class Source:
         return weight.laid(out)
 
     def is_packable(self, name: str, bits: Bits | None) -> bool:
-        """Return whether `packed` can pack a quantised weight. What is rounded needs whole groups of inputs; NVFP4 keeps
-        its codes in groups half as large."""
+        """Return whether `packed` can pack a quantised weight. What is rounded needs whole groups of inputs; the groups
+        of NVFP4, whose codes are kept, are half as large."""
         weight = self._quantised[name]
         return (bits is None and weight.kept != "dense") or weight.inputs % GROUP == 0
 

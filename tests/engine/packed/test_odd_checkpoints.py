@@ -1,4 +1,4 @@
-"""Tests that checkpoints whose weights do not fit the model are refused before a directory is left behind."""
+"""Tests that checkpoints whose weights do not fit the model are refused, and leave no directory."""
 
 import json
 from collections.abc import Callable
@@ -43,7 +43,7 @@ def no_gate(tensors: Tensors) -> None:
 
 
 def another_number(tensors: Tensors) -> None:
-    """As many gates as experts, but the fourth would be that of the fifth expert."""
+    """Leave as many gates as experts: the fourth would be that of the fifth expert."""
     renamed(tensors, f"{EXPERTS}3.gate_proj", f"{EXPERTS}12.gate_proj")
 
 
@@ -129,7 +129,7 @@ def test_the_weight_with_a_number_that_is_not_finite_is_named(tmp_path: Path, na
 
 @pytest.mark.parametrize("experts", [2, 8])
 def test_another_number_of_experts_than_the_configurations_is_refused(tmp_path: Path, experts: int) -> None:
-    """Of gpt-oss all experts are one tensor, whose outputs would be divided otherwise."""
+    """Divide the outputs of one tensor, which has all experts of gpt-oss, otherwise."""
     path = quantised.gpt_oss(tmp_path).quantised
     config = json.loads((path / "config.json").read_text())
     assert config["num_local_experts"] == 4
