@@ -200,7 +200,7 @@ def _processor(settings: Settings) -> Iterator[Finding]:
         found = f"engine.threads is {settings.engine.threads}, more than there are cores"
         yield Finding("threads", Level.WARN, found, "threads that wait for a core hold up every product")
     if platform.machine() in ("x86_64", "AMD64") and flags and "avx512_bf16" not in flags:
-        advice = "--model.dtype float32 may be faster here"
+        advice = "--model.weights q8, or --model.dtype float32, may be faster here"
         yield Finding("bfloat16", Level.NOTE, "this processor computes it in software", advice)
     yield _exact(settings, "avx512_bf16" in flags)
 
@@ -276,13 +276,21 @@ def _described(
         yield from look_at_described(model, expected, settings.model.weights, room)
 
 
+def _stays_packed(settings: Settings, described: DescribedModel | None) -> bool:
+    """Return whether a server on this processor keeps the weights packed, which it multiplies in bfloat16."""
+    form, is_gguf = settings.model.weights, settings.model.source.endswith(".gguf")
+    is_quantised = described is not None and bool(described.quantised or described.packing)
+    return "avx2" in _cpu_flags() and (form in ("q4", "q8") or (form == "auto" and (is_gguf or is_quantised)))
+
+
 def _expected(
     settings: Settings, has: Memory, libraries: dict[str, Any], described: DescribedModel | None
 ) -> Expected | None:
     """Return what a server would need; None if the model is not on this machine or its configuration is unusual, and it
     was not described."""
     devices = _devices(settings, libraries)
-    automatic = "bfloat16" if devices or "avx512_bf16" in _cpu_flags() else "float32"
+    in_bf16 = devices or "avx512_bf16" in _cpu_flags() or _stays_packed(settings, described)
+    automatic = "bfloat16" if in_bf16 else "float32"
     itemsize = ITEMSIZE[automatic if settings.model.dtype == "auto" else settings.model.dtype]
     directory = Path(source_of(settings.model.source)).expanduser()
     model, hbm_dtype = settings.model, settings.cache.hbm_dtype

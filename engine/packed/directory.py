@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -100,9 +101,15 @@ def read_index(directory: Path) -> PackedDirectory:
         index = json.loads((directory / INDEX).read_text(encoding="utf-8"))
         if index["format"] not in _READ:
             raise DamagedDirectory(f"{directory} is packed in format {index['format']}, this version reads {FORMAT}")
-        return PackedDirectory(index["weights"], index["tensors"], index["files"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        found = PackedDirectory(index["weights"], index["tensors"], index["files"])
+    except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
         raise DamagedDirectory(f"{directory / INDEX} cannot be read: {error}") from error
+    parts = found.tensors, found.files
+    if not isinstance(found.weights, str) or not all(isinstance(part, dict) for part in parts):
+        raise DamagedDirectory(f"{directory / INDEX} has a weights, tensors or files of another type")
+    if not all(isinstance(file, str) for file in found.files.values()):
+        raise DamagedDirectory(f"{directory / INDEX} has files that are no names")
+    return found
 
 
 def read(directory: Path) -> Iterator[tuple[str, Tensor | PackedWeight]]:
@@ -120,14 +127,14 @@ def read(directory: Path) -> Iterator[tuple[str, Tensor | PackedWeight]]:
     try:
         for name, how in index.tensors.items():
             yield name, _weight(name, how, parts)
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise DamagedDirectory(f"weights of {directory} are incomplete: {error}") from error
     yield from parts.items()
 
 
 def _weight(name: str, how: dict[str, Any], parts: dict[str, Tensor]) -> PackedWeight:
     """Remove one weight's tensors from `parts` and return the weight. Sizes are checked, because kernels read by
-    address. Raises DamagedDirectory, KeyError, TypeError."""
+    address. Raises DamagedDirectory, KeyError, TypeError, ValueError, OverflowError."""
     outputs, inputs, bits, group = (int(how[field]) for field in ("outputs", "inputs", "bits", "group"))
     codes, scales = parts.pop(f"{name}.codes"), parts.pop(f"{name}.scales")
     lows = parts.pop(f"{name}.lows") if how["lows"] else None
@@ -139,9 +146,9 @@ def _weight(name: str, how: dict[str, Any], parts: dict[str, Tensor]) -> PackedW
         and experts >= 0
         and (bits, group, lows is None) in (_FORMS if table is None else _TABLE_FORMS)
         and (table is None or table in TABLES)
-        and codes.numel() * codes.element_size() == blocks * BLOCK * padded * bits // 8
+        and (codes.dtype, list(codes.shape)) == (torch.uint8, [blocks * BLOCK * padded * bits // 8])
         and all(x is None or list(x.shape) == [blocks, padded // group, BLOCK] for x in (scales, lows))
-        and all(x is None or x.element_size() == 2 for x in (scales, lows))
+        and all(x is None or x.dtype == torch.float16 for x in (scales, lows))
     )
     if not fits:
         raise DamagedDirectory(f"the weight {name[:80]} has not the size that its shape asks for")

@@ -9,6 +9,7 @@ from transformers.core_model_loading import Concatenate, MergeModulelist
 from reprise.engine.model.cpu.quantised_experts import PROJECTIONS
 from reprise.engine.packed.module_names import ModuleNames, Target
 from reprise.engine.packed.quantise import quantise
+from reprise.engine.packed.sources.checkpoint import SourceRefused
 from reprise.engine.packed.sources.source import Source
 from reprise.kernels.packed import GROUP, Bits, Codes, PackedWeight, joined_codes, pack, stacked
 
@@ -35,9 +36,10 @@ class ExpertsPacker:
         return stacked([pack(codes) for codes in self._experts(target, bits)])
 
     def _experts(self, target: Target, bits: Bits | None) -> Iterator[Codes]:
-        """Yield the matrix of each expert [outputs, inputs]."""
+        """Yield the matrix of each expert [outputs, inputs]. Raises SourceRefused."""
         if target.converter is None:
             ((name, _),) = target.sources
+            self._check_shape(target, self._source.shape(name))
             if self._source.is_quantised(name):
                 experts = self._names.shape(target.name)[0]
                 each = self._source.matrix(name)[0] // experts
@@ -45,14 +47,18 @@ class ExpertsPacker:
                     yield self._source.codes(name, expert * each, (expert + 1) * each, bits)
                 return
             yield from self._of_numbers(target, self._source.dense(name), bits)
-        elif _only_joins(target):
+        elif _only_joins(target) and not self._names.module_of(target.name).is_transposed:
             by_pattern: dict[str, list[str]] = {pattern: [] for pattern in target.converter.source_patterns}
             for name, pattern in target.sources:
                 by_pattern[pattern].append(name)
+            experts, _, inputs = self._names.shape(target.name)
+            for names in by_pattern.values():
+                _check_numbers(target, names, experts)
             for parts in zip(*by_pattern.values(), strict=True):
-                yield joined_codes([self._matrix(name, bits) for name in parts])
+                yield joined_codes([self._matrix(name, inputs, bits) for name in parts])
         else:
             ((_, weight),) = self._names.converted(target, self._source.dense)
+            self._check_shape(target, tuple(weight.shape))
             yield from self._of_numbers(target, weight, bits)
 
     def _of_numbers(self, target: Target, weight: Tensor, bits: Bits | None) -> Iterator[Codes]:
@@ -60,10 +66,26 @@ class ExpertsPacker:
         for expert in weight:
             yield quantise((expert.T if is_transposed else expert).contiguous(), bits or 8)
 
-    def _matrix(self, name: str, bits: Bits | None) -> Codes:
+    def _matrix(self, name: str, inputs: int, bits: Bits | None) -> Codes:
+        shape = self._source.shape(name)
+        if len(shape) != 2 or shape[1] != inputs:
+            raise SourceRefused(f"the weight {name[:120]} has the shape {shape}, the model wants {inputs} inputs")
         if self._source.is_quantised(name):
             return self._source.codes(name, 0, self._source.matrix(name)[0], bits)
         return quantise(self._source.dense(name), bits or 8)
+
+    def _check_shape(self, target: Target, shape: tuple[int, ...]) -> None:
+        if shape != (wanted := self._names.shape(target.name)):
+            raise SourceRefused(f"the weight {target.name[:120]} has the shape {shape}, the model wants {wanted}")
+
+
+def _check_numbers(target: Target, names: list[str], experts: int) -> None:
+    """Raise SourceRefused unless the tensors are those of experts 0, 1, 2 and so on: with one missing and one too many,
+    a router would choose an expert and get another."""
+    numbers = [int(part) for name in names for part in name.split(".")[-3:] if part.isdecimal()]
+    if numbers != list(range(experts)):
+        what = f"its experts are {str(numbers)[:120]}, the model wants 0 to {experts - 1}"
+        raise SourceRefused(f"the weight {target.name[:120]} cannot be read: {what}")
 
 
 def _only_joins(target: Target) -> bool:

@@ -19,7 +19,7 @@ from reprise.engine.packed import directory as packed_directory
 from reprise.engine.packed.experts import ExpertsPacker
 from reprise.engine.packed.module_names import ModuleNames, Target
 from reprise.engine.packed.quantise import quantise
-from reprise.engine.packed.sources.checkpoint import INDEX
+from reprise.engine.packed.sources.checkpoint import INDEX, SourceRefused
 from reprise.engine.packed.sources.configuration import without_quantisation
 from reprise.engine.packed.sources.source import Source, of_checkpoint, of_plain_checkpoint
 from reprise.kernels.packed import GROUP, Bits, PackedWeight, pack
@@ -87,11 +87,12 @@ class _Packer:
         if unused:
             log.info("%d weights of %s have no place in the model, such as %s", len(unused), source.path, unused[0])
         again = [name for name in source.names if source.is_rounded_again(name)]
-        if again:
+        if again and bits is None:
             log.warning(
-                "the codes of %d weights of %s, such as %s, cannot be kept and are rounded again, to %d bits: inputs "
-                "that share a scale are not adjacent (desc_act), or are of an odd number",
-                *(len(again), source.path, again[0], bits or 8),
+                "the codes of %d weights of %s, such as %s, cannot be kept: their inputs that share a scale are not "
+                "adjacent (desc_act), or no multiple of %d. They are rounded again, to 8 bits, or unpacked to bf16 "
+                "where all inputs of a weight are no such multiple",
+                *(len(again), source.path, again[0], GROUP),
             )
         self.formats = {target.name: source.form for target in self._targets if self._is_quantised(target)}
 
@@ -124,7 +125,7 @@ class _Packer:
         if target.converter is not None or not self._is_quantised(target):
             return False
         ((name, _),) = target.sources
-        return len(self._source.shape(name)) == 2 and self._source.is_packable(name)
+        return len(self._source.shape(name)) == 2 and self._source.is_packable(name, self._bits)
 
     def size_bytes(self) -> int:
         """Return about how many bytes the weights will take, with scales and lows for each group."""
@@ -145,21 +146,40 @@ class _Packer:
         return bits // 8
 
     def weights(self) -> Iterator[tuple[str, Tensor | PackedWeight]]:
+        """Yield all weights. Raises SourceRefused for one that the model has in another shape, and if the checkpoint
+        lacks some: what would be written could not be loaded."""
+        made: set[str] = set()
+        for name, weight in self._made():
+            self._names.check_shape(name, weight)
+            made.add(name)
+            yield name, weight
+        if missing := self._names.missing(made):
+            raise SourceRefused(f"{len(missing)} weights are missing, among them {min(missing)}")
+
+    def _made(self) -> Iterator[tuple[str, Tensor | PackedWeight]]:
         for target in self._targets:
-            if self._are_packed_experts(target):
-                yield target.name, self._experts.packed(target, self._bits)
-            elif target.converter is not None:
-                bits = self._bits or (8 if self._is_quantised(target) else None)
-                for name, weight in self._names.converted(target, self._source.dense):
-                    yield name, _packed_or_plain(name, weight, bits)
-            elif self._is_packed_alone(target):
-                yield target.name, self._source.packed(target.sources[0][0], self._bits_of(target.name))
-            else:
-                weight = self._source.dense(target.sources[0][0])
-                yield (
-                    target.name,
-                    weight if self._is_quantised(target) else _packed_or_plain(target.name, weight, self._bits),
-                )
+            try:
+                yield from self._made_of(target)
+            except SourceRefused:  # names the weight
+                raise
+            except ValueError as error:
+                raise SourceRefused(f"the weight {target.name[:120]} cannot be packed: {error}") from error
+
+    def _made_of(self, target: Target) -> Iterator[tuple[str, Tensor | PackedWeight]]:
+        if self._are_packed_experts(target):
+            yield target.name, self._experts.packed(target, self._bits)
+        elif target.converter is not None:
+            bits = self._bits or (8 if self._is_quantised(target) else None)
+            for name, weight in self._names.converted(target, self._source.dense):
+                yield name, _packed_or_plain(name, weight, bits)
+        elif self._is_packed_alone(target):
+            yield target.name, self._source.packed(target.sources[0][0], self._bits_of(target.name))
+        else:
+            weight = self._source.dense(target.sources[0][0])
+            yield (
+                target.name,
+                weight if self._is_quantised(target) else _packed_or_plain(target.name, weight, self._bits),
+            )
 
     def _are_packed_experts(self, target: Target) -> bool:
         """Return whether a weight is packed as one of experts. Where one projection of a module is, all are."""

@@ -12,6 +12,8 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
 from reprise.engine.model.text_of_wrapper import TextModel, on_meta
+from reprise.engine.packed.sources.checkpoint import SourceRefused
+from reprise.kernels.packed import PackedWeight
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +49,29 @@ class ModuleNames:
                 unused.append(tensor)
                 continue
             converter = None if pattern is None else self._by_pattern[pattern]
-            targets.setdefault(name, Target(name, converter)).sources.append((tensor, pattern or ""))
+            target = targets.setdefault(name, Target(name, converter))
+            if target.converter is not converter:
+                raise SourceRefused(
+                    f"the weight {name[:120]} is there twice: {tensor[:120]} and {target.sources[0][0]}"
+                )
+            target.sources.append((tensor, pattern or ""))
         return list(targets.values()), unused
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._weights[name].shape)
+
+    def check_shape(self, name: str, weight: Tensor | PackedWeight) -> None:
+        """Raise SourceRefused if the model has no weight of that name, or has it in another shape."""
+        wanted, found = self.shape(name) if name in self._weights else (), tuple(weight.shape)
+        if isinstance(weight, PackedWeight) and weight.experts and self.module_of(name).is_transposed:
+            wanted = wanted[0], wanted[2], wanted[1]
+        if found != wanted:
+            raise SourceRefused(f"the weight {name[:120]} has the shape {found}, the model wants {wanted}")
+
+    def missing(self, made: set[str]) -> set[str]:
+        """Return the weights of the model that are neither among those made nor tied to one of them."""
+        tied: dict[str, str] = self._model.all_tied_weights_keys  # type: ignore[assignment]
+        return {name for name in self._weights if name not in made and tied.get(name) not in made}
 
     def module_of(self, name: str) -> Any:
         """Return the module, without memory, that has a weight."""
@@ -67,11 +87,15 @@ class ModuleNames:
         return name, pattern
 
     def converted(self, target: Target, read: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Convert tensors to the weights that they become. read: gives a tensor, when the converter asks for it."""
+        """Convert tensors to the weights that they become. read: gives a tensor, when the converter asks for it. Raises
+        SourceRefused if they do not fit together."""
         assert target.converter is not None
         converter = deepcopy(target.converter)  # it collects what it converts
         for tensor, pattern in target.sources:
             converter.add_tensor(target.name, tensor, pattern, lambda tensor=tensor: read(tensor))
-        made = converter.convert(target.name, model=self._model, config=self._model.config)
+        try:
+            made = converter.convert(target.name, model=self._model, config=self._model.config)
+        except (RuntimeError, IndexError, KeyError, TypeError) as error:  # torch raises these for tensors of odd shapes
+            raise SourceRefused(f"the weight {target.name[:120]} cannot be made: {error}") from error
         for name, weight in made.items():
             yield name, weight[0] if isinstance(weight, list) else weight

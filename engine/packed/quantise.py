@@ -12,11 +12,21 @@ _NUMBERS_TOGETHER = 1 << 22  # numbers rounded together
 def quantise(weight: Tensor, bits: Bits) -> Codes:
     """Round a weight [outputs, inputs] to `bits` bits; inputs must be a multiple of GROUP. 8 bits: symmetric, scaled by
     the largest number of a group. 4 bits: with lows (the value of code 0), over the range of numbers that gives the
-    least error; errors of large numbers weigh more."""
+    least error; errors of large numbers weigh more. Raises ValueError for numbers that are not finite, or
+    too large."""
     step = max(1, _NUMBERS_TOGETHER // weight.shape[1])
-    parts = [(_eight if bits == 8 else _four)(rows.float().unflatten(1, (-1, GROUP))) for rows in weight.split(step)]
+    parts = [(_eight if bits == 8 else _four)(_groups(rows)) for rows in weight.split(step)]
     codes, scales, *lows = (torch.cat(part) for part in zip(*parts, strict=True))
     return Codes(codes.flatten(1), scales, lows[0] if lows else None, bits)
+
+
+def _groups(rows: Tensor) -> Tensor:
+    """Return rows [outputs, inputs] as fp32 [outputs, groups, GROUP]. Raises ValueError."""
+    wide = rows.float()
+    if not wide.isfinite().all():
+        raise ValueError("a number is not finite")
+    groups: Tensor = wide.unflatten(1, (-1, GROUP))
+    return groups
 
 
 def _half(x: Tensor) -> Tensor:
@@ -33,7 +43,7 @@ def _eight(x: Tensor) -> tuple[Tensor, ...]:
 def _four(x: Tensor) -> tuple[Tensor, ...]:
     """Round groups of numbers to 4 bits. Several ranges are tried for each group: round to codes within the range, then
     fit the scale and the low (the value of code 0) to the codes. The range with the least error is kept. Returns
-    (codes, scales, lows)."""
+    (codes, scales, lows). Raises ValueError."""
     weights = x.square() + x.square().mean(-1, keepdim=True)
     low, high = x.amin(-1), x.amax(-1)
     middle, reach = (low + high) / 2, (high - low) / 2
@@ -51,6 +61,8 @@ def _four(x: Tensor) -> tuple[Tensor, ...]:
             torch.where(better.view(better.shape + (1,) * (new.dim() - better.dim())), new, old)
             for new, old in zip((codes, scale, start), best, strict=True)
         ]
+    if not best_error.isfinite().all():
+        raise ValueError("numbers are too large for scales of fp16")
     codes, scale, start = best
     return codes.to(torch.int8), scale, start
 

@@ -77,36 +77,48 @@ def projections_of(module: nn.Module) -> list[QuantisedProjection]:
 
 def packed_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """Compute a layer of experts; self: transformers' module, which has `QuantisedProjection`s for weights.
-    hidden_states [rows, width]; top_k_index int64, top_k_weights [rows, experts a row] -> [rows, width]."""
+    hidden_states [rows, inputs]; top_k_index int64, top_k_weights [rows, experts a row] -> [rows, outputs]. Raises
+    ValueError for inputs of another width than the weights'."""
     up, down = self.gate_up_proj if self.has_gate else self.up_proj, self.down_proj
     if not isinstance(up, QuantisedProjection):  # experts of another layer are packed, these are not
         plain: Tensor = moe.grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
         return plain
+    if up.packed.experts != down.packed.experts:
+        raise ValueError(f"experts are {up.packed.experts} in one projection, {down.packed.experts} in the other")
     if up.fields is None or down.fields is None or hidden_states.dtype != torch.bfloat16:
         return _by_torch(self, up, hidden_states, top_k_index, top_k_weights)
+    # Kernels read by address: sizes are those of the weights, not those that the module claims.
+    num_experts = up.packed.experts
+    _check_width(hidden_states, up)
     kernels: Any = expert_kernels()
     x, chosen = as_bits(hidden_states.contiguous()), top_k_index.contiguous().numpy()
     weights = top_k_weights.float().contiguous()
     dots = (0,) if dots_of_pairs() else ()
     if _is_plain(self):
-        out = torch.empty_like(hidden_states, memory_format=torch.contiguous_format)
-        kernels.gated_experts(x, chosen, weights.numpy(), self.num_experts, up.fields, down.fields, dots, as_bits(out))
+        out = hidden_states.new_empty(len(hidden_states), down.packed.outputs)
+        kernels.gated_experts(x, chosen, weights.numpy(), num_experts, up.fields, down.fields, dots, as_bits(out))
         return out
-    to = kernels.assign(chosen, self.num_experts)
+    to = kernels.assign(chosen, num_experts)
     pairs = torch.from_numpy(to.pairs)
     experts = top_k_index.reshape(-1)[pairs]
     made = hidden_states.new_empty(len(pairs), up.packed.outputs)
-    kernels.multiply(x, to.pairs // chosen.shape[1], to, up.fields, self.num_experts, dots, as_bits(made))
+    kernels.multiply(x, to.pairs // chosen.shape[1], to, up.fields, num_experts, dots, as_bits(made))
     made = _activated(self, made, experts)
     parts = hidden_states.new_empty(len(pairs), down.packed.outputs)
     rows = np.arange(len(pairs))
-    assert made.dtype == torch.bfloat16  # kernels read by address
-    kernels.multiply(as_bits(made.contiguous()), rows, to, down.fields, self.num_experts, dots, as_bits(parts))
+    assert made.dtype == torch.bfloat16
+    _check_width(made, down)
+    kernels.multiply(as_bits(made.contiguous()), rows, to, down.fields, num_experts, dots, as_bits(parts))
     parts = _finished(self, parts, experts)
     # In the order of the rows' own choice, so that a row's sum does not depend on other rows.
     ordered = parts.new_zeros(top_k_index.numel(), parts.shape[1], dtype=torch.float32)
     ordered[pairs] = parts.float() * weights.view(-1)[pairs, None]
     return ordered.view(*top_k_index.shape, -1).sum(1).to(hidden_states.dtype)
+
+
+def _check_width(x: Tensor, weight: QuantisedProjection) -> None:
+    if x.shape[1] != weight.packed.inputs:
+        raise ValueError(f"experts have {weight.packed.inputs} inputs and were given {x.shape[1]}")
 
 
 def _is_plain(experts: Any) -> bool:
@@ -143,7 +155,7 @@ def _by_torch(experts: Any, up: QuantisedProjection, x: Tensor, index: Tensor, w
     ordered = x.new_zeros(index.numel(), experts.down_proj.packed.outputs, dtype=torch.float32)
     flat, each = index.reshape(-1), index.shape[1]
     for expert in flat.unique().tolist():
-        if not 0 <= expert < experts.num_experts:
+        if not 0 <= expert < up.packed.experts:
             continue
         pairs = (flat == expert).nonzero()[:, 0]
         which = flat[pairs]

@@ -30,7 +30,7 @@ class Checkpoint:
                     if name in self._opened:
                         raise SourceRefused(f"two files of {path} have a tensor {name[:80]}")
                     self._opened[name] = opened
-        except (OSError, ValueError, SafetensorError) as error:
+        except (OSError, ValueError, RecursionError, SafetensorError) as error:
             raise (
                 error if isinstance(error, SourceRefused) else SourceRefused(f"{path} cannot be read: {error}")
             ) from error

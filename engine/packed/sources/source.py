@@ -143,10 +143,11 @@ class Source:
             out[first:last] = tile.numbers() if isinstance(tile, Codes) else tile
         return weight.laid(out)
 
-    def is_packable(self, name: str) -> bool:
-        """Return whether `packed` can pack a quantised weight."""
+    def is_packable(self, name: str, bits: Bits | None) -> bool:
+        """Return whether `packed` can pack a quantised weight. What is rounded needs whole groups of inputs; the groups
+        of NVFP4, whose codes are kept, are half as large."""
         weight = self._quantised[name]
-        return weight.kept != "dense" or weight.inputs % GROUP == 0
+        return (bits is None and weight.kept != "dense") or weight.inputs % GROUP == 0
 
     def codes(self, name: str, first: int, last: int, bits: Bits | None) -> Codes:
         """Return some outputs of a quantised weight as codes: its own, or rounded to `bits` bits; to 8 where it has
@@ -156,7 +157,7 @@ class Source:
     def packed(self, name: str, bits: Bits | None) -> PackedWeight:
         """Pack a quantised weight: with its own codes, or rounded to `bits` bits; to 8 where its codes cannot be kept.
         Raises SourceRefused, ValueError."""
-        if not self.is_packable(name):
+        if not self.is_packable(name, bits):
             raise ValueError(f"{name[:120]} has {self._quantised[name].inputs} inputs, no multiple of {GROUP}")
         weight = self._quantised[name]
         tiles = [_as_codes(weight.rows(first, last), bits) for first, last in _tiles(weight)]

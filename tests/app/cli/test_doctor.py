@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from reprise.app.cli import doctor, expected_sizes, program
 from reprise.app.cli.finding import Finding, Level
+from reprise.app.cli.model_findings import DescribedModel
 from reprise.app.settings.settings import GIB, Settings
 from reprise.engine.build.resources import Memory
 from reprise.engine.config import INT8_SCALE_BYTES
@@ -304,3 +305,20 @@ def test_a_window_too_small_for_agents_is_said(tmp_path: Path, monkeypatch: pyte
         "window 1,024: too small for most coding agents; Qwen Code sends 19,000 tokens first",
     )
     assert "agents" not in look(tmp_path, model={"source": str(llama_8b(tmp_path / "llama"))})
+
+
+@pytest.mark.parametrize(
+    ("flags", "form", "described", "stays"),
+    [
+        ({"avx2"}, "q8", None, True),
+        ({"avx2"}, "auto", DescribedModel("", quantised="gptq"), True),
+        ({"avx2"}, "auto", DescribedModel(""), False),
+        ({"avx2"}, "bf16", DescribedModel("", quantised="gptq"), False),
+        (set(), "q8", None, False),
+    ],
+)
+def test_packed_weights_are_multiplied_in_bf16_where_the_processor_can(
+    flags: set[str], form: str, described: DescribedModel | None, stays: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "_cpu_flags", lambda: flags)
+    assert doctor._stays_packed(Settings(model={"weights": form}), described) is stays

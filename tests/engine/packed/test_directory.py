@@ -1,11 +1,14 @@
 """Tests packed directories: what is written comes back, and what is damaged is refused."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from reprise.engine.packed.directory import INDEX, DamagedDirectory, is_packed, read, read_index, write
 from reprise.kernels.packed import PackedWeight, pack
@@ -73,6 +76,9 @@ def test_large_models_are_written_in_parts(tmp_path: Path, monkeypatch: pytest.M
         {"table": "e3m0"},
         {"table": []},
         {"table": "e2m1", "lows": True},
+        {"experts": 3},
+        {"experts": -1},
+        {"experts": float("inf")},
     ],
 )
 def test_a_weight_of_another_size_than_it_says_is_not_read(tmp_path: Path, change: dict[str, Any]) -> None:
@@ -80,7 +86,27 @@ def test_a_weight_of_another_size_than_it_says_is_not_read(tmp_path: Path, chang
     index = json.loads((a_directory(tmp_path) / INDEX).read_text())
     index["tensors"]["layer0.weight"] |= change
     (tmp_path / INDEX).write_text(json.dumps(index))
-    with pytest.raises((DamagedDirectory, ValueError)):
+    with pytest.raises(DamagedDirectory):
+        list(read(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("part", "change"),
+    [
+        ("codes", lambda codes: codes.view(2, -1)),
+        ("codes", lambda codes: codes.view(torch.int8)),
+        ("codes", lambda codes: codes.view(torch.float32)),
+        ("scales", lambda scales: scales.view(torch.int16)),
+        ("scales", lambda scales: scales.bfloat16()),
+    ],
+)
+def test_parts_of_another_type_are_not_read(tmp_path: Path, part: str, change: Callable[[Tensor], Tensor]) -> None:
+    """Kernels would take their bytes for what they are not."""
+    (file,) = a_directory(tmp_path).glob("*.safetensors")
+    tensors = load_file(file)
+    tensors[f"layer0.weight.{part}"] = change(tensors[f"layer0.weight.{part}"])
+    save_file(tensors, file)
+    with pytest.raises(DamagedDirectory):
         list(read(tmp_path))
 
 
@@ -93,7 +119,16 @@ def test_no_file_elsewhere_is_read(tmp_path: Path, file: str) -> None:
         list(read(tmp_path))
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 3}', '{"format": 2, "weights": "q4"}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "[]", "{}", '{"format": 3}', '{"format": 2, "weights": "q4"}', "[" * 100_000),
+        '{"format": 2, "weights": ["q4"], "tensors": {}, "files": {}}',
+        '{"format": 2, "weights": "q4", "tensors": [], "files": {}}',
+        '{"format": 2, "weights": "q4", "tensors": {}, "files": ["a"]}',
+        '{"format": 2, "weights": "q4", "tensors": {}, "files": {"a": 5}}',
+    ],
+)
 def test_an_index_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / INDEX).write_text(text)
     with pytest.raises(DamagedDirectory):

@@ -113,6 +113,23 @@ def test_a_number_that_is_no_experts_is_left_out(tmp_path: Path) -> None:
         assert torch.allclose(without[2], packed_experts(experts, x, index, given)[2], atol=1e-6)
 
 
+@pytest.mark.parametrize("model_type", TYPES)
+def test_what_a_module_claims_moves_no_kernel_out_of_its_weights(tmp_path: Path, model_type: str) -> None:
+    """Kernels read by address. A module may know of more experts than it has weights of: such as do nothing."""
+    saved(model_type, tmp_path)
+    for dtype in (torch.float32, torch.bfloat16):
+        experts = experts_of(loaded(tmp_path, "q8", dtype))[0]
+        x, index, given = routed(experts, 5, dtype)
+        wanted = packed_experts(experts, x, index, given)
+        experts.num_experts *= 2
+        assert torch.equal(packed_experts(experts, x, index, given), wanted)
+        index[2] = experts.num_experts - 1
+        assert not packed_experts(experts, x, index, given)[2].any()
+        for width in (32, 96):
+            with pytest.raises((ValueError, RuntimeError)):
+                packed_experts(experts, x.repeat(1, 2)[:, :width], index, given)
+
+
 def test_sizes_count_the_numbers_of_all_experts(tmp_path: Path) -> None:
     plain = saved("qwen3_moe", tmp_path)
     numbers_of_plain, bytes_of_plain = size_of(plain)

@@ -41,3 +41,21 @@ def test_large_weights_are_rounded_in_parts_alike(bits, monkeypatch: pytest.Monk
     parts = quantise(random(), bits)
     assert torch.equal(whole.codes, parts.codes)
     assert torch.equal(whole.scales, parts.scales)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
+def test_numbers_that_are_not_finite_are_refused(bits, number: float) -> None:
+    """They would become zeros, and their neighbours with them."""
+    weight = random()
+    weight[3, 40] = number
+    with pytest.raises(ValueError, match="not finite"):
+        quantise(weight, bits)
+
+
+def test_numbers_too_large_for_scales_are_refused() -> None:
+    """Eight bits have the limit when they are packed."""
+    with pytest.raises(ValueError, match="too large"):
+        quantise(random() * 1e8, 4)
+    with pytest.raises(ValueError, match="beyond 65504"):
+        pack(quantise(random() * 1e9, 8))

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -129,6 +130,26 @@ def test_codes_that_cannot_be_kept_are_warned_of(tmp_path: Path, caplog: pytest.
     assert "desc_act" in caplog.text
 
 
+def test_a_warning_of_codes_is_for_those_that_were_to_be_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    packed(quantised.llama(tmp_path, FORMATS["gptq scattered"]).quantised, tmp_path, "q4")
+    assert "cannot be kept" not in caplog.text
+
+
+@pytest.mark.parametrize("weights", ["auto", "q8", "q4"])
+@pytest.mark.parametrize("name", ["nvfp4", "modelopt"])
+def test_inputs_that_are_half_a_group_too_many_stay_packed_or_are_unpacked(
+    tmp_path: Path, name: str, weights: str
+) -> None:
+    """NVFP4 has scales for 16 inputs, other forms for 32."""
+    pair = quantised.llama(tmp_path, FORMATS[name], hidden_size=48, head_dim=16)
+    model = packed(pair.quantised, tmp_path, weights)
+    layers = [module for module in model.modules() if isinstance(module, QuantisedLinear)]
+    # Of a layer, those of 64 and of 96 inputs: what attention and what the gate put out.
+    assert len(layers) == 2 * (7 if weights == "auto" else 2)
+    off_by = off(vanilla_logits(model, IDS), vanilla_logits(reference(pair.plain), IDS))
+    assert off_by <= {"auto": 0.02, "q8": 0.02, "q4": 0.2}[weights]
+
+
 def test_tied_embeddings_stay_shared(tmp_path: Path) -> None:
     pair = quantised.llama(tmp_path, FORMATS["gptq"], tie_word_embeddings=True)
     model = packed(pair.quantised, tmp_path)
@@ -242,6 +263,18 @@ def test_too_little_room_for_packed_weights_is_refused_too(tmp_path: Path, monke
         pack_weights(pair.quantised, tmp_path / "others", "auto", CPU)
     Little.available = 2 * sum(sizes.values())
     assert pack_weights(pair.quantised, tmp_path / "others", "auto", CPU).is_dir()
+
+
+@pytest.mark.parametrize("way", ["directory", "dequantised"])
+def test_a_disk_that_fills_up_meanwhile_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    pair = quantised.llama(tmp_path, FORMATS["gptq"])
+    monkeypatch.setattr(f"reprise.engine.packed.{way}.save_file", full)
+    with pytest.raises(ModelRefused, match="No space left"):
+        (packed if way == "directory" else unpacked)(pair.quantised, tmp_path)
+    assert not list((tmp_path / "models").iterdir())
 
 
 def test_a_method_that_is_not_read_is_refused(tmp_path: Path) -> None:

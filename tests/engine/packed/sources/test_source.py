@@ -229,7 +229,7 @@ def test_no_file_elsewhere_is_read(tmp_path: Path, file: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "index", ["", "[]", '{"weight_map": 3}', '{"weight_map": {"a": 3}}', '{"weight_map": {"a": "b"}}']
+    "index", ["", "[]", '{"weight_map": 3}', '{"weight_map": {"a": 3}}', '{"weight_map": {"a": "b"}}', "[" * 100_000]
 )
 def test_an_index_that_is_none_is_refused(tmp_path: Path, index: str) -> None:
     path = of_one_weight(tmp_path, FORMATS["gptq"], parts_of(FORMATS["gptq"]))
