@@ -61,13 +61,17 @@ def _place_by_index(
         parts = [step[number] for step in sources]
         chosen = [t if rows is None else t.index_select(0, rows) for t, rows in zip(parts, wanted, strict=True)]
         source = chosen[0] if len(chosen) == 1 else torch.cat(chosen)
-        as_words(target).index_put_((slots, places), as_words(source))
+        into, taken = as_words(target), as_words(source)
+        if into.dtype != taken.dtype:  # the memory of one of them does not allow it
+            into, taken = target, source
+        into.index_put_((slots, places), taken)
 
 
 def _wanted_rows(capture: CapturedRows) -> Tensor | None:
-    """Return the indices of a step's rows that are to be saved; None for all of them."""
+    """Return the indices of a step's rows that are to be saved, in the order of the pieces; None for all of them as
+    they lie in the batch. The accepted rows of drafts come after all others: as many rows can be in another order."""
     rows = torch.cat([torch.arange(p.batch_row, p.batch_row + p.num_rows) for p in capture.pieces])
-    return None if len(rows) == capture.step.num_rows else rows
+    return None if torch.equal(rows, torch.arange(capture.step.num_rows)) else rows
 
 
 def as_words(rows: Tensor) -> Tensor:

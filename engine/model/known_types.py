@@ -38,7 +38,7 @@ class KnownType:
 
 
 _PLAIN_MOVABLE = (
-    "afmoe apertus arcee aria_text beam bitnet cohere cohere2 cohere2_moe cwm dbrx dots1 emu3 ernie4_5 "
+    "afmoe apertus arcee aria_text beam bitnet cohere cohere2 cohere2_moe cwm dbrx dots1 ernie4_5 "
     "ernie4_5_moe exaone4 exaone_moe fast_vlm flex_olmo flint fuyu gemma gemma2 gemma3_text glm glm4 glm4_moe "
     "gpt_neox gpt_oss granite granite_swa granitemoe granitemoe_swa granitemoehybrid granitemoeshared helium "
     "hy_v3 hyperclovax internlm3 iquestcoder jais2 jetmoe kolibri1 laguna llama mellum mimo_v2_flash "
@@ -56,9 +56,9 @@ _WRAPPER_MOVABLE = (
     "hyperclovax_vision_v2 idefics2 idefics3 internvl janus lighton_ocr llava llava_next llava_next_video "
     "llava_onevision mistral3 moss_transcribe_diarize muse_glimmer paddleocr_vl paligemma pp_chart2table "
     "qianfan_ocr qwen2_5_omni_thinker qwen2_5_vl qwen2_vl qwen3_omni_moe_thinker qwen3_vl qwen3_vl_moe "
-    "shieldgemma2 smolvlm step3p7 unlimited_ocr video_llama_3 video_llava vipllava"
+    "smolvlm step3p7 unlimited_ocr video_llama_3 video_llava vipllava"
 )
-_WRAPPER_FIXED = "gemma4 gemma4_unified kimi_k25 kosmos-2.5"
+_WRAPPER_FIXED = "gemma4 gemma4_unified kimi_k25"
 _NOT_TRIED = (
     "blt chameleon cohere_compass cohere_compass_text deepseek_ocr2 gemma4_assistant "
     "gemma4_unified_assistant molmo2 muse_spark ovis2 phi4_multimodal"
@@ -123,6 +123,11 @@ _REFUSED: tuple[tuple[str, str, str], ...] = (
         "its attention bypasses transformers' attention interface",
         "Newer models of its size are served: qwen3, llama or gemma3, for example.",
         "bloom codegen cpmant falcon git gpt_neo gpt_neox_japanese gptj mpt openai-gpt reformer trocr xglm",
+    ),
+    (
+        "its positions, its names of weights or its answers are others than those of a language model",
+        "Wrappers that read text alone are served: qwen3_vl, gemma3 or mistral3, for example.",
+        "emu3 kosmos-2.5 shieldgemma2",
     ),
 )
 """Why types are refused, what is served instead, and the types."""

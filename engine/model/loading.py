@@ -16,7 +16,7 @@ from transformers import AutoConfig
 
 from reprise.cache.blocks.keys import LAYOUT_VERSION, typed_fields
 from reprise.engine.model.hf_model import prepare
-from reprise.engine.model.refusals import refusal_of
+from reprise.engine.model.refusals import refusal_of, refusal_of_type
 from reprise.engine.model.text_of_wrapper import NoTextModel, TextModel, text_model_of
 
 
@@ -103,7 +103,7 @@ def _check_config(config: Any) -> None:
     name = config.model_type
     if getattr(config, "is_encoder_decoder", False):
         raise ModelRefused(f"{name} is an encoder-decoder model; only causal language models are served")
-    if (reason := refusal_of(config.get_text_config())) is not None:
+    if (reason := refusal_of_type(name) or refusal_of(config.get_text_config())) is not None:
         raise ModelRefused(reason)
 
 

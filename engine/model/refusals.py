@@ -10,6 +10,19 @@ _STATES = frozenset(("linear_attention", "mamba", "conv", "hybrid", "hybrid_slid
 """Kinds of layers that keep a state besides K and V."""
 
 
+_TYPES = {
+    "kosmos-2.5": "kosmos-2.5 counts the positions of a text from 1, and this server from 0: its text would be wrong",
+    "emu3": "transformers looks for the weights of emu3 under other names than its checkpoints have",
+    "shieldgemma2": "shieldgemma2 classifies images and writes no text",
+}
+"""Types that the load-time probe does not see through: it passes positions to both sides, and makes its own weights."""
+
+
+def refusal_of_type(model_type: str) -> str | None:
+    """Return the reason why no model of a type is served; None if the type alone gives none."""
+    return _TYPES.get(model_type)
+
+
 def refusal_of(text: Any) -> str | None:
     """Return the reason why a language model is not served, and what is served instead; None if its configuration gives
     none. text: transformers' configuration of the language model, for a multimodal model that of its text."""

@@ -42,3 +42,9 @@ def _files(source: Path) -> list[tuple[str, int, int]]:
     """Return the files of a model with their sizes and times: another test may write others in their place."""
     files = sorted(file for file in source.rglob("*") if file.is_file())
     return [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+
+
+def forget(source: Path) -> None:
+    """Let go of the models that were loaded from a directory."""
+    for key in [key for key in _READY if repr(str(source)) in key]:
+        del _READY[key]

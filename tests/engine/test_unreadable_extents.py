@@ -58,8 +58,8 @@ def before_reads_of(file: Path, patch: pytest.MonkeyPatch, do: Callable[[], None
 
 def with_disk(path: Path, tmp_path: Path, **changes: Any) -> Driver:
     """A machine that waits for a load as long as the disk is given."""
-    tiers = {"disk_bytes": 1 << 28, "disk_dir": str(tmp_path), "io_deadline_s": 20.0, **changes}
-    driver = Driver(path, cache_mode="attentionstore", **SETTINGS, **tiers)
+    tiers = {"disk_bytes": 1 << 28, "disk_dir": str(tmp_path), "io_deadline_s": 20.0}
+    driver = Driver(path, cache_mode="attentionstore", **{**SETTINGS, **tiers, **changes})
     driver.cache.rates.load_s = lambda direction, num_bytes: 0.0  # type: ignore[method-assign]
     driver.cache._loads._worth_waiting_s = lambda load: math.inf  # type: ignore[method-assign]
     driver.cache._loads.is_fetch_late = lambda context: False  # type: ignore[method-assign]

@@ -20,6 +20,7 @@ WORDS = {
     "wants an image": ("cannot run text alone", "is no language model"),
     "after they were rotated": ("logits differ",),
     "something that ours does not": ("logits differ", "called our attention", "cannot be driven", "slide a window"),
+    "its positions, its names": ("counts the positions", "under other names", "classifies images"),
     "bypasses": ("called our attention for []", "cannot be driven"),
 }
 
