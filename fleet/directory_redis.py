@@ -37,14 +37,14 @@ class DirectoryRedis:
         from redis.asyncio import BlockingConnectionPool, Redis
         from redis.asyncio.retry import Retry
         from redis.backoff import NoBackoff
-        from redis.exceptions import OutOfMemoryError, RedisError, ResponseError
+        from redis.exceptions import OutOfMemoryError, ResponseError
 
-        from reprise.app.conversations.redis_reply import BoundedParser
+        from reprise.app.conversations.redis_reply import CLIENT_FAILURES, BoundedParser
 
         self.on_answer: Callable[[float], None] = lambda seconds: None  # told how long each question took
         self.unhurried_s = max(deadline_s, UNHURRIED_S)
         self._deadline_s = deadline_s
-        self._failures = (RedisError, OSError, TimeoutError)
+        self._failures = CLIENT_FAILURES
         self._full, self._refused = OutOfMemoryError, ResponseError
         self._breaker = Breaker(failures=MOST_FAILURES, pause_s=PAUSE_S)
         self._is_away = False

@@ -1,4 +1,4 @@
-"""Parses replies of a Redis that is not trusted: a reply's size and nesting are bounded.
+"""Parses replies of a Redis that is not trusted: a reply's size and nesting are bounded. Names what its client raises.
 
 The client's own parser believes every length it is told, and follows as many levels as are sent.
 """
@@ -6,8 +6,11 @@ The client's own parser believes every length it is told, and follows as many le
 from typing import Any
 
 from redis._parsers import _AsyncRESP2Parser
-from redis.exceptions import InvalidResponse
+from redis.exceptions import InvalidResponse, RedisError
 
+CLIENT_FAILURES = (RedisError, OSError, TimeoutError, RuntimeError)
+"""Errors of redis' client when Redis is away. uvloop raises the RuntimeError when the client writes to a connection
+that has just been closed; asyncio's own loop lets that pass."""
 MAX_REPLY_BYTES = 64 << 20
 MAX_REPLY_DEPTH = 4
 _ELEMENT_BYTES = 64  # what one takes here, however short it is

@@ -191,12 +191,12 @@ class RedisStore:
             from redis.asyncio import Redis
             from redis.asyncio.retry import Retry
             from redis.backoff import NoBackoff
-            from redis.exceptions import InvalidResponse, RedisError, ResponseError
+            from redis.exceptions import InvalidResponse, ResponseError
 
-            from reprise.app.conversations.redis_reply import BoundedParser
+            from reprise.app.conversations.redis_reply import CLIENT_FAILURES, BoundedParser
         except ImportError:
             raise RedisStoreUnavailable("cache.redis_url needs redis' client: pip install redis") from None
-        self._failures = (RedisError, OSError, TimeoutError)
+        self._failures = CLIENT_FAILURES
         self._refused, self._garbage = ResponseError, InvalidResponse
         self._breaker = Breaker(failures=MOST_FAILURES, pause_s=PAUSE_S)
         try:

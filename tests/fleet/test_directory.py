@@ -16,6 +16,7 @@ from reprise.fleet.directory_redis import DirectoryFull, DirectoryUnavailable
 from reprise.fleet.keys import SessionName
 from reprise.fleet.records import Commit, Committed, Heartbeat, Outcome, Place
 from tests.redis_servers import RedisServer, redis_server
+from tests.resetting_server import resetting_server
 
 SECRET = bytes(range(32))
 MODEL = "0123456789abcdef"
@@ -533,3 +534,21 @@ async def test_a_full_redis_takes_deletions(tmp_path):
 def test_a_heartbeat_of_another_version_can_be_read():
     data = msgspec.msgpack.encode({**msgspec.to_builtins(heartbeat("a")), "more": [1]})
     assert msgspec.msgpack.decode(data, type=Heartbeat) == heartbeat("a")
+
+
+def test_a_redis_that_resets_new_connections_is_away_on_uvloop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Redis' client lets the RuntimeError pass that uvloop raises for a write to a connection that is gone."""
+    uvloop = pytest.importorskip("uvloop")
+    monkeypatch.setattr(directory_redis, "MOST_FAILURES", 1 << 30)
+
+    async def asks() -> None:
+        async with resetting_server() as port:
+            directory = Directory(
+                url=f"redis://127.0.0.1:{port}", secret=SECRET, deadline_s=5.0, replica="a", boot="a-1"
+            )
+            for _ in range(20):
+                claims = (directory.claim(CHAT, fingerprint=MODEL, ttl_s=60.0, begun=0) for _ in range(8))
+                found = await asyncio.gather(*claims, return_exceptions=True)
+                assert all(isinstance(one, DirectoryUnavailable) for one in found), found
+
+    uvloop.run(asks())

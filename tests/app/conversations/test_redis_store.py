@@ -15,6 +15,7 @@ from reprise.app.conversations.stored_records import BadRecord, item_of, items_o
 from reprise.app.errors import ApiError
 from tests.app.conversations.test_response_store import DAY_S, body, items, redis_server
 from tests.app.fakes import FakeEngine, in_process, make_settings
+from tests.resetting_server import resetting_server
 
 pytest.importorskip("redis")
 __all__ = ["redis_server"]
@@ -247,3 +248,18 @@ def test_what_is_no_record_is_a_bad_one(data: bytes) -> None:
             continue
         assert check is items_of
         assert json.loads(data) == []
+
+
+def test_a_redis_that_resets_new_connections_is_away_on_uvloop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Redis' client lets the RuntimeError pass that uvloop raises for a write to a connection that is gone."""
+    uvloop = pytest.importorskip("uvloop")
+    monkeypatch.setattr(redis_store, "MOST_FAILURES", 1 << 30)
+
+    async def asks() -> None:
+        async with resetting_server() as port:
+            store = redis_store.RedisStore(url=f"redis://127.0.0.1:{port}/0", max_bytes=1 << 20, ttl_s=DAY_S)
+            for _ in range(20):
+                found = await asyncio.gather(*(store.get("", "resp_1") for _ in range(8)), return_exceptions=True)
+                assert all(isinstance(one, ApiError) and one.status == 503 for one in found), found
+
+    uvloop.run(asks())
