@@ -7,7 +7,8 @@ time until every stream has one new token (prefill), and the mean of 32 decode s
 
 gguf          the engine with `--model FILE.gguf`: weights as packed as they are in the file
 gguf bf16     the same file with `model.weights bf16`
-bf16, q8, q4  the engine with `--model DIR` and that `model.weights`
+fp32          the engine with `--model DIR` and `model.dtype float32`: what a CPU without AVX512_BF16 gets by itself
+bf16, q8, q4  the engine with `--model DIR` in bf16 and that `model.weights`
 transformers  `generate` of DIR in bf16
 
 The share of memory's speed is what a step has to read (weights, and KV of all contexts), at the rate at which all cores
@@ -35,7 +36,11 @@ from reprise.engine.process.child import engine_environment
 
 CASES = ((1, 16), (1, 1000), (8, 16), (8, 1000))
 """(streams, tokens of context)"""
-ENGINE_ARMS = {"gguf": "auto", "gguf bf16": "bf16", "bf16": "bf16", "q8": "q8", "q4": "q4"}
+ENGINE_ARMS = {
+    "gguf": {"weights": "auto"}, "gguf bf16": {"weights": "bf16"}, "fp32": {"weights": "bf16", "dtype": "float32"},
+    "bf16": {"weights": "bf16"}, "q8": {"weights": "q8"}, "q4": {"weights": "q4"},
+}  # fmt: skip
+"""Settings of the model, by arm."""
 ARMS = (*ENGINE_ARMS, "transformers")
 WORKER = "--worker"
 
@@ -47,7 +52,7 @@ def open_arm(arm: str, model: str) -> tuple[Measure, str]:
         return transformers_arm(model), json.dumps({"weights": weights, "kv": 0})
     from reprise.engine.build.engine import build_engine
 
-    engine = build_engine(engine_config(model, weights=ENGINE_ARMS[arm]))
+    engine = build_engine(engine_config(model, **ENGINE_ARMS[arm]))
     weights, kv_bytes = engine.model.memory_plan["weights"], engine.model.kv_bytes_per_token
     return engine_measure(engine), json.dumps({"weights": weights, "kv": kv_bytes})
 
@@ -56,7 +61,7 @@ def start(arm: str, model: str) -> Worker:
     """Raises RuntimeError if it does not start."""
     environment = dict(os.environ)
     if arm in ENGINE_ARMS:
-        environment = engine_environment(engine_config(model, weights=ENGINE_ARMS[arm]), os.environ)
+        environment = engine_environment(engine_config(model, **ENGINE_ARMS[arm]), os.environ)
     return Worker(arm, [sys.executable, "-m", "benchmarks.speed.cpu_speed", WORKER, arm, model], environment)
 
 
