@@ -31,6 +31,7 @@ from numba.core.ccallback import CFunc
 
 from reprise.kernels.cpu.emit import (
     F32,
+    I8,
     I32,
     I64,
     LANES,
@@ -157,12 +158,16 @@ def _scale(
     group: Any,
     parts: list[list[Any]],
     totals: list[list[Any]],
+    unit: float = 1.0,
 ) -> None:
-    """Add one group to the totals: totals += scale * parts, and if there are lows, low * (sum of the group's inputs).
-    parts, totals: variables [rows][2], vectors of 16 outputs; parts are sums of products with the codes."""
+    """Add one group to the totals: totals += unit * scale * parts, and if there are lows, low * (sum of the group's
+    inputs). parts, totals: variables [rows][2], vectors of 16 outputs; parts are sums of products with the codes. unit:
+    a power of two."""
     for lane in range(2):
         where = e.add(e.mul(group, BLOCK * 2), lane * 32)
         scale = e.b.fpext(e.load(e.at(scales, where), VEC_F16), VEC)
+        if unit != 1:
+            scale = e.b.fmul(scale, e.splat(unit))
         low = e.b.fpext(e.load(e.at(lows, where), VEC_F16), VEC) if has_lows else None
         for row in range(rows):
             e.add_product(totals[row][lane], e.b.load(parts[row][lane]), scale)
@@ -210,7 +215,8 @@ def _by_sums(
                     for row in range(rows):
                         value = e.load(e.at(ours, e.mul(x_row, row), place * 4), F32)
                         e.add_product(parts[row][lane], e.splat(value), number)
-        _scale(e, kind == WITH_LOWS, rows, sums, sums_row, scales, lows, group.index, parts, totals)
+        unit = 0.5 if kind == E2M1 else 1.0
+        _scale(e, kind == WITH_LOWS, rows, sums, sums_row, scales, lows, group.index, parts, totals, unit)
     for row in range(rows):
         for lane in range(2):
             e.store(e.b.load(totals[row][lane]), e.at(out, e.mul(out_row, row), lane * 64))
@@ -218,29 +224,34 @@ def _by_sums(
 
 def _four_bits(e: Emit, pointer: Any, kind: int) -> list[Any]:
     """Load the 4-bit codes of four pairs of inputs for 16 outputs. kind: what they stand for. Returns 8 vectors of
-    numbers in fp32, one for each input."""
+    numbers in fp32, one for each input: for E2M1 twice the numbers, which are whole."""
     words = e.load(pointer, VEC_I32)
+    if kind == WITH_LOWS:
+        shifts = [pair * 4 + odd * 16 for pair in range(4) for odd in range(2)]
+        return [e.b.sitofp(e.b.and_(e.b.lshr(words, e.words(shift)), e.words(15)), VEC) for shift in shifts]
+    # Two codes of each byte, the lower one first.
+    numbers = [_byte_numbers(e, e.b.lshr(words, e.words(shift)), kind) for shift in (0, 4)]
     found = []
     for pair in range(4):
         for odd in range(2):
-            code = e.b.and_(e.b.lshr(words, e.words(pair * 4 + odd * 16)), e.words(15))
-            if kind == E2M1:
-                found.append(_of_e2m1(e, code))
-                continue
-            if kind == PLAIN:
-                code = e.b.sub(code, e.words(ZERO))
-            found.append(e.b.sitofp(code, VEC))
+            place = pair // 2 + 2 * odd
+            first = e.b.shl(numbers[pair % 2], e.words(24 - 8 * place))
+            found.append(e.b.sitofp(e.b.ashr(first, e.words(24)), VEC))
     return found
 
 
-def _of_e2m1(e: Emit, code: Any) -> Any:
-    """Return the numbers of FP4 that 16 codes stand for, in fp32. Exponent and mantissa go where fp32 has them, and the
-    exponent's bias is made 127. The codes 0 and 1 have no hidden bit: they are 0 and a half."""
-    size = e.b.and_(code, e.words(7))
-    whole = e.b.add(e.b.shl(size, e.words(22)), e.words(126 << 23))
-    small = e.b.bitcast(e.b.fmul(e.b.sitofp(size, VEC), e.splat(0.5)), VEC_I32)
-    bits = e.b.select(e.b.icmp_unsigned("<", size, e.words(2)), small, whole)
-    return e.b.bitcast(e.b.or_(bits, e.b.shl(e.b.and_(code, e.words(8)), e.words(28))), VEC)
+def _byte_numbers(e: Emit, words: Any, kind: int) -> Any:
+    """Look up what the lower four bits of each byte stand for, PLAIN or E2M1, by an instruction of AVX2. Returns bytes,
+    as words."""
+    numbers = [int(2 * number) for number in TABLES["e2m1"]] if kind == E2M1 else [code - ZERO for code in range(16)]
+    codes = e.b.bitcast(e.b.and_(words, e.words(0x0F0F0F0F)), ir.VectorType(I8, 4 * LANES))
+    half = 2 * LANES
+    table = ir.Constant(ir.VectorType(I8, half), numbers * 2)
+    found = [
+        e.call("llvm.x86.avx2.pshuf.b", table.type, table, e.shuffled(codes, codes, [*range(first, first + half)]))
+        for first in (0, half)
+    ]
+    return e.b.bitcast(e.shuffled(found[0], found[1], [*range(4 * LANES)]), VEC_I32)
 
 
 def _pair(e: Emit, pointer: Any, lane: int) -> list[Any]:
