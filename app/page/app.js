@@ -2,6 +2,7 @@
 
 import { apiKey, deleteSession, expectTurn, models } from "./api.js";
 import { Chat } from "./chat.js";
+import { Composer, forget as forgetDraft } from "./composer.js";
 import { h, icon } from "./dom.js";
 import { Fleet } from "./fleet.js";
 import { Live } from "./live.js";
@@ -16,7 +17,10 @@ const EXPECT_AGAIN_MS = 30_000; // what was brought to memory may have left it a
 // Conversation -> when the server last answered in it, or was last told that it goes on. Infinity: it knows nothing of it.
 const expected = new Map();
 
+const DELETE_PATIENCE_MS = 10_000; // for which a request that was stopped may go on in the server
+
 const chat = new Chat();
+const composer = new Composer();
 const live = new Live(() => new Map(store.list().map(({ id, title }) => [id, title])));
 const fleet = new Fleet();
 
@@ -37,10 +41,11 @@ async function connect() {
       chat.model = model.id;
       chat.sampling = model.default_sampling;
       showServer("ready", model.id);
+      composer.ready();
       expect();
       if (!document.hidden) {
         live.start();
-        fleet.start();
+        fleet.goOn();
       }
       return;
     } catch (error) {
@@ -48,8 +53,8 @@ async function connect() {
         showServer("away", "key wanted");
         await askKey("This server wants a key. It is sent to this server only.");
         if (!apiKey.get()) return; // the key button asks again
-        fleet.start();
       } else {
+        if (error.code === "no_replica") fleet.start(); // it is there although none of its servers is
         showServer("waiting", error.code === "no_replica" ? "no server is there" : error.status === 503 ? "loading the model" : "no connection");
         await new Promise((resolve) => setTimeout(resolve, 1000));
       }
@@ -59,8 +64,9 @@ async function connect() {
 
 live.addEventListener("engine", ({ detail: state }) => {
   if (state === "ready" && chat.model) showServer("ready", chat.model);
-  else showServer("waiting", state === "away" ? "no connection" : state);
+  else showServer("waiting", state === "away" ? "no connection" : state === "loading" ? "loading the model" : state);
 });
+live.addEventListener("fleet", () => fleet.start(), { once: true });
 live.addEventListener("key", connect);
 // What nobody sees, nobody has to be told: a tab in the background costs the server nothing.
 document.addEventListener("visibilitychange", () => {
@@ -69,7 +75,7 @@ document.addEventListener("visibilitychange", () => {
     fleet.stop();
   } else {
     if (chat.model) live.start();
-    fleet.start();
+    fleet.goOn();
   }
 });
 live.addEventListener("turn", ({ detail: turn }) => chat.hear(turn));
@@ -82,7 +88,7 @@ element("open-key").addEventListener("click", async () => {
 function drawList() {
   const current = chat.conversation.id;
   element("conversations").replaceChildren(...store.list().map(({ id, title }) => {
-    const open = h("button", { type: "button", class: "open", "aria-current": id === current ? "true" : undefined, on: { click: () => show(store.load(id)) } }, title || "Untitled");
+    const open = h("button", { type: "button", class: "open", "aria-current": id === current ? "true" : undefined, on: { click: async () => show(await store.load(id)) } }, title || "Untitled");
     const remove = icon(h("button", { type: "button", class: "icon-button small", "aria-label": `Delete “${title}”`, on: { click: () => forget(id, title) } }), "trash");
     return h("li", {}, open, remove);
   }));
@@ -101,11 +107,12 @@ async function expect() {
 
 function show(conversation) {
   if (conversation?.id !== chat.conversation.id) chat.open(conversation ?? fresh()); // else it is there already, and maybe streams
+  composer.open(chat.conversation);
+  composer.streaming = chat.streaming;
   expect();
   drawList();
-  drawComposer();
   closePanels();
-  if (!NARROW.matches) element("message").focus(); // on a phone that would bring up the keyboard
+  if (!NARROW.matches) composer.focus(); // on a phone that would bring up the keyboard
 }
 
 /** A new conversation begins with the settings of the one before. */
@@ -123,28 +130,44 @@ function notice(text) {
 
 async function forget(id, title) {
   if (!(await confirmDelete(title))) return;
-  if (id === chat.conversation.id) chat.stop();
+  if (id === chat.conversation.id) await chat.stop();
   try {
-    await deleteSession(id);
+    await deleteInServer(id);
   } catch (error) {
     notice(`Not deleted: ${error.message}`);
     return;
   }
-  store.remove(id);
+  await store.remove(id);
+  forgetDraft(id);
   if (id === chat.conversation.id) show(fresh());
   else drawList();
+}
+
+/** The server takes a moment to end a request that was stopped, and until then deletes nothing. */
+async function deleteInServer(id) {
+  for (const until = Date.now() + DELETE_PATIENCE_MS; ; ) {
+    try {
+      await deleteSession(id);
+      return;
+    } catch (error) {
+      if (error.code !== "session_busy" || Date.now() > until) throw error;
+      await new Promise((resolve) => setTimeout(resolve, 200));
+    }
+  }
 }
 
 const NOTICES = {
   kept: "",
   full: "The browser's storage is full, so this conversation is not kept. Delete others.",
+  unkept: "The browser keeps nothing for this page, so conversations are gone when it is closed.",
   branched: "Another tab changed this conversation meanwhile. What was said here is kept as a conversation of its own.",
 };
 
-store.onChange((id) => {
-  const { conversation } = chat;
-  if (!chat.streaming && (id === null || id === conversation.id)) {
-    const now = store.load(conversation.id);
+store.onChange(async (id) => {
+  if (!chat.streaming && id === chat.conversation.id) {
+    const now = await store.load(id);
+    const { conversation } = chat; // by now
+    if (chat.streaming || id !== conversation.id) return drawList();
     if (now && now.revision !== conversation.revision) chat.replace(now);
     else if (!now && conversation.revision) {
       show(store.create());
@@ -155,63 +178,32 @@ store.onChange((id) => {
 });
 chat.addEventListener("change", ({ detail }) => {
   if (!chat.streaming) expected.set(chat.conversation.id, Date.now()); // its KV is in memory
+  composer.follow(chat.conversation);
+  composer.streaming = chat.streaming;
   drawList();
-  drawComposer();
   notice(NOTICES[detail.saved]);
 });
-chat.addEventListener("refused", ({ detail: text }) => {
-  message.value = message.value.trim() ? `${text}\n${message.value}` : text;
-  fit();
-});
+chat.addEventListener("refused", ({ detail: { text, id } }) => composer.giveBack(text, id));
+chat.addEventListener("suggest", ({ detail: text }) => composer.suggest(text));
 chat.addEventListener("error", async ({ detail: error }) => {
   if (error.status === 401) await connect();
 });
 element("new").addEventListener("click", () => show(fresh()));
 element("open-settings").addEventListener("click", async () => {
   const options = await editOptions(chat.conversation.options, chat.sampling);
+  if (!options) return;
   const { conversation } = chat; // by now: another tab may have gone on with it
   conversation.options = options;
   if (!conversation.messages.length) return;
-  notice(NOTICES[store.save(conversation)]);
+  notice(NOTICES[await store.save(conversation)]);
   drawList();
 });
 
 // --- the composer -------------------------------------------------------------------------------------------------------
 
-const message = element("message");
-
-function drawComposer() {
-  const hadFocus = document.activeElement === element("stop") || document.activeElement === element("send");
-  element("send").hidden = chat.streaming;
-  element("stop").hidden = !chat.streaming;
-  if (hadFocus) element(chat.streaming ? "stop" : "send").focus();
-}
-
-function fit() {
-  message.style.height = "auto";
-  message.style.height = `${Math.min(message.scrollHeight, 220)}px`;
-}
-
-function submit() {
-  const text = message.value.trim();
-  if (!text || chat.streaming || !chat.model) return;
-  message.value = "";
-  fit();
-  chat.send(text);
-}
-
-message.addEventListener("input", fit);
-message.addEventListener("input", expect);
-message.addEventListener("keydown", (event) => {
-  if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
-  event.preventDefault();
-  submit();
-});
-element("composer").addEventListener("submit", (event) => {
-  event.preventDefault();
-  submit();
-});
-element("stop").addEventListener("click", () => chat.stop());
+composer.addEventListener("send", ({ detail: text }) => chat.send(text));
+composer.addEventListener("stop", () => chat.stop());
+composer.addEventListener("typing", expect);
 
 // --- panels, theme, keyboard ----------------------------------------------------------------------------------------------
 
@@ -226,7 +218,7 @@ function openPanel(name, open) {
   }
   const covered = NARROW.matches && document.querySelector(".panel.open") !== null;
   element("main").inert = covered;
-  if (name === "live" && open) fleet.start(); // without waiting for a model: it is there although none of its servers is
+  if (name === "live" && open) fleet.goOn();
   if (covered && open) (element(name).querySelector("button") ?? element(name)).focus();
 }
 
@@ -264,6 +256,7 @@ element("theme").addEventListener("click", () => {
 document.addEventListener("keydown", (event) => {
   if (event.key !== "Escape" || document.querySelector("dialog[open]")) return;
   if (chat.streaming) chat.stop();
+  else if (composer.isQueued) composer.unqueue();
   else closePanels();
 });
 
@@ -271,5 +264,6 @@ for (const place of document.querySelectorAll("[data-icon]")) icon(place, place.
 for (const button of document.querySelectorAll(".icon-button[aria-label]")) button.title = button.getAttribute("aria-label");
 setTheme(document.documentElement.dataset.theme in THEMES ? document.documentElement.dataset.theme : "auto");
 layOut();
-show(store.load(store.last()) ?? store.create());
+await store.start();
+show((await store.load(store.last())) ?? store.create());
 connect();

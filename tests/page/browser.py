@@ -37,10 +37,15 @@ def chromium() -> Iterator[Any]:
             browser.close()
 
 
+def composer(page: Any) -> Any:
+    """The field in which a message is written."""
+    return page.get_by_label("Message", exact=True)
+
+
 def send(page: Any, text: str, timeout_s: float = 60.0) -> Any:
     """Type a message, send it with Enter, and wait for the whole answer. Returns its element."""
     before = page.locator(ANSWERS).count()
-    page.get_by_label("Message", exact=True).fill(text)
+    composer(page).fill(text)
     page.keyboard.press("Enter")
     return answered(page, before + 1, timeout_s)
 
