@@ -184,6 +184,11 @@ chat.addEventListener("change", ({ detail }) => {
   notice(NOTICES[detail.saved]);
 });
 chat.addEventListener("refused", ({ detail: { text, id } }) => composer.giveBack(text, id));
+chat.addEventListener("fork", async ({ detail: conversation }) => {
+  const saved = await store.save(conversation);
+  show(conversation);
+  notice(NOTICES[saved]);
+});
 chat.addEventListener("suggest", ({ detail: text }) => composer.suggest(text));
 chat.addEventListener("error", async ({ detail: error }) => {
   if (error.status === 401) await connect();
@@ -202,6 +207,7 @@ element("open-settings").addEventListener("click", async () => {
 // --- the composer -------------------------------------------------------------------------------------------------------
 
 composer.addEventListener("send", ({ detail: text }) => chat.send(text));
+composer.addEventListener("previous", () => chat.editLast());
 composer.addEventListener("stop", () => chat.stop());
 composer.addEventListener("typing", expect);
 

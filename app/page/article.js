@@ -5,7 +5,8 @@ import { GrowingText } from "./growing_text.js";
 import { render } from "./markdown.js";
 import { strip } from "./provenance.js";
 
-/** `actions`: {again, goOn, edit, fork, choose}, each called with a message or a version of it. `grown()` is called when
+/** `actions`: {again, goOn, edit, fork, choose}, each called with a message or a version of it, and `isBusy()`: whether an
+ * answer is written, so that nothing else can be asked. `grown()` is called when
  * the text has become longer on the page. */
 export class Article {
   element;
@@ -51,7 +52,7 @@ export class Article {
 
   /** Let the text be changed in its place. */
   edit() {
-    if (this.element.querySelector("form")) return;
+    if (this.element.querySelector("form") || this.#actions.isBusy()) return;
     const field = h("textarea", { value: this.message.content, rows: Math.min(12, this.message.content.split("\n").length + 1), dir: "auto", "aria-label": "Edit the message" });
     const close = () => {
       form.remove();
@@ -60,6 +61,7 @@ export class Article {
     };
     const done = (event) => {
       event.preventDefault();
+      if (this.#actions.isBusy()) return;
       const text = field.value.trim();
       close();
       if (text && text !== this.message.content) this.#actions.edit(this.message, text);

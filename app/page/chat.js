@@ -26,6 +26,7 @@ export class Chat extends EventTarget {
     edit: (message, text) => this.edit(message, text),
     fork: (message) => this.#tell("fork", this.#forkAt(message)),
     choose: (message) => this.#choose(message),
+    isBusy: () => this.streaming,
     suggest: (text) => this.#tell("suggest", text),
   });
   model = null;
@@ -104,6 +105,7 @@ export class Chat extends EventTarget {
     delete this.#conversation.problem;
     this.#refusal = null;
     this.#draw();
+    this.#thread.focusVersions(message);
     this.#keep(this.#conversation);
   }
 
@@ -212,6 +214,7 @@ export class Chat extends EventTarget {
     const { problem } = conversation;
     this.#thread.draw({
       messages: tree.path(conversation),
+      forked: conversation.forked,
       writing: this.#writing,
       versionsOf: (message) => tree.versions(conversation, message),
       problem: this.#refusal ? { text: this.#refusal, mayHelp: false } : problem && !this.streaming ? { text: problem, mayHelp: true } : null,

@@ -97,7 +97,7 @@ export class Composer extends EventTarget {
 
   #press(event) {
     if (event.isComposing || event.keyCode === COMPOSING) return;
-    if (event.key === "ArrowUp" && !message.value) this.dispatchEvent(new Event("previous", { cancelable: true }));
+    if (event.key === "ArrowUp" && !message.value) this.dispatchEvent(new Event("previous"));
     if (event.key !== "Enter" || event.shiftKey) return;
     event.preventDefault();
     this.#submit();

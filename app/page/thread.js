@@ -11,6 +11,7 @@ const toEnd = document.querySelector("#to-end");
 
 export class Thread {
   #articles = [];
+  #origin = h("p", { class: "small muted origin", hidden: true });
   #rest = []; // what stands after the articles
   #actions;
   #isAtEnd = true;
@@ -18,6 +19,7 @@ export class Thread {
   /** `actions`: as of Article, and {retry, suggest}. */
   constructor(actions) {
     this.#actions = actions;
+    thread.append(this.#origin);
     thread.addEventListener("scroll", () => this.#look());
     toEnd.addEventListener("click", () => {
       this.toEnd();
@@ -26,10 +28,13 @@ export class Thread {
     new ResizeObserver(() => this.#isAtEnd && this.toEnd()).observe(thread); // the field below may have grown
   }
 
-  /** Draw what has changed. `messages`: those of the path. `writing`: {answer, state} or null. `versionsOf(message)`.
+  /** Draw what has changed. `messages`: those of the path. `forked`: {title} of the conversation that this one began as, or
+   * nothing. `writing`: {answer, state} or null. `versionsOf(message)`.
    * `problem`: {text, mayHelp} or null. What is drawn already and still the same is left alone. */
-  draw({ messages, writing, versionsOf, problem }) {
+  draw({ messages, forked, writing, versionsOf, problem }) {
     const follows = this.#isAtEnd;
+    this.#origin.hidden = !forked;
+    this.#origin.textContent = forked ? `Forked from “${forked.title}”. The server shares what both have in common.` : "";
     let same = 0;
     while (same < messages.length && this.#articles[same] && isSame(this.#articles[same].message, messages[same])) same += 1;
     for (const gone of this.#articles.splice(same)) gone.element.remove();
@@ -78,6 +83,12 @@ export class Thread {
     const article = this.#articles.findLast(({ message }) => message.role === "user");
     article?.edit();
     return Boolean(article);
+  }
+
+  /** The buttons that led to another version of a message are new: go on from there by keyboard. */
+  focusVersions(message) {
+    const article = this.#articles.find((other) => other.message === message);
+    article?.element.querySelector(".version:enabled")?.focus();
   }
 
   #follow() {

@@ -203,6 +203,20 @@ def test_the_server_hears_that_a_conversation_will_go_on(page: Any, server: Serv
         page.reload()  # into the same conversation
 
 
+def test_the_server_hears_that_somebody_comes_back_to_the_field(page: Any, server: Served) -> None:
+    send(page, "Hello")
+    session = server.engine.submitted[-1].session_id
+    server.engine.kept["local", session] = session_info(session)
+    told = prefetches(page)
+    page.get_by_role("button", name="System prompt and sampling").focus()
+    composer(page).focus()
+    assert told == []
+    page.get_by_role("button", name="System prompt and sampling").focus()
+    later(page, 31)
+    with page.expect_request("**/prefetch"):
+        composer(page).focus()
+
+
 def test_a_server_that_does_not_know_a_conversation_is_told_once_until_it_answers(page: Any, server: Served) -> None:
     send(page, "Hello")
     told = prefetches(page)
