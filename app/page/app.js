@@ -1,16 +1,18 @@
 // The page: puts its parts together and listens to the keyboard.
 
+import * as address from "./address.js";
 import { apiKey, deleteSession, expectTurn, models } from "./api.js";
 import { Chat } from "./chat.js";
 import { Composer, forget as forgetDraft } from "./composer.js";
-import { h, icon } from "./dom.js";
+import { icon } from "./dom.js";
 import { Fleet } from "./fleet.js";
 import { Live } from "./live.js";
+import { NARROW, Panels } from "./panels.js";
 import { askKey, confirmDelete, editOptions } from "./settings.js";
+import { Sidebar } from "./sidebar.js";
 import * as store from "./store.js";
 
 const element = (id) => document.querySelector(`#${id}`);
-const NARROW = matchMedia("(max-width: 1099px)");
 const THEMES = { auto: "as the system", light: "light", dark: "dark" };
 
 const EXPECT_AGAIN_MS = 30_000; // what was brought to memory may have left it again
@@ -23,6 +25,8 @@ const chat = new Chat();
 const composer = new Composer();
 const live = new Live(() => new Map(store.list().map(({ id, title }) => [id, title])));
 const fleet = new Fleet();
+const sidebar = new Sidebar();
+const panels = new Panels((name) => name === "live" && fleet.goOn());
 
 // --- the server ---------------------------------------------------------------------------------------------------------
 
@@ -86,14 +90,10 @@ element("open-key").addEventListener("click", async () => {
 // --- conversations ------------------------------------------------------------------------------------------------------
 
 function drawList() {
-  const current = chat.conversation.id;
-  element("conversations").replaceChildren(...store.list().map(({ id, title }) => {
-    const open = h("button", { type: "button", class: "open", "aria-current": id === current ? "true" : undefined, on: { click: async () => show(await store.load(id)) } }, title || "Untitled");
-    const remove = icon(h("button", { type: "button", class: "icon-button small", "aria-label": `Delete “${title}”`, on: { click: () => forget(id, title) } }), "trash");
-    return h("li", {}, open, remove);
-  }));
-  element("title").textContent = chat.conversation.title || "New conversation";
-  document.title = chat.conversation.title ? `${chat.conversation.title} – Reprise` : "Reprise";
+  const { id, title } = chat.conversation;
+  sidebar.draw(id);
+  element("title").textContent = title || "New conversation";
+  document.title = title ? `${title} – Reprise` : "Reprise";
 }
 
 /** Tells the server that a conversation which is opened or typed into will go on. */
@@ -105,14 +105,27 @@ async function expect() {
   if (!(await expectTurn(id))) expected.set(id, Infinity);
 }
 
-function show(conversation) {
+/** Open a conversation, null: a new one. `isStep`: Back leads from it to the one before. */
+function show(conversation, isStep = true) {
   if (conversation?.id !== chat.conversation.id) chat.open(conversation ?? fresh()); // else it is there already, and maybe streams
+  address.write(addressed(), isStep);
+  notice("");
   composer.open(chat.conversation);
   composer.streaming = chat.streaming;
   expect();
   drawList();
-  closePanels();
+  panels.close();
   if (!NARROW.matches) composer.focus(); // on a phone that would bring up the keyboard
+}
+
+const addressed = () => (chat.conversation.messages.length ? chat.conversation.id : null);
+
+/** Open a conversation by its id, unless it has gone meanwhile. */
+async function showById(id, isStep) {
+  if (id === chat.conversation.id) return show(chat.conversation, isStep);
+  const found = await store.load(id);
+  show(found, isStep);
+  if (id && !found) notice("That conversation is not in this browser.");
 }
 
 /** A new conversation begins with the settings of the one before. */
@@ -139,7 +152,7 @@ async function forget(id, title) {
   }
   await store.remove(id);
   forgetDraft(id);
-  if (id === chat.conversation.id) show(fresh());
+  if (id === chat.conversation.id) show(fresh(), false);
   else drawList();
 }
 
@@ -168,9 +181,10 @@ store.onChange(async (id) => {
     const now = await store.load(id);
     const { conversation } = chat; // by now
     if (chat.streaming || id !== conversation.id) return drawList();
+    if (now) conversation.title = now.title;
     if (now && now.revision !== conversation.revision) chat.replace(now);
     else if (!now && conversation.revision) {
-      show(store.create());
+      show(store.create(), false);
       notice("Another tab has deleted this conversation.");
     }
   }
@@ -179,6 +193,7 @@ store.onChange(async (id) => {
 chat.addEventListener("change", ({ detail }) => {
   if (!chat.streaming) expected.set(chat.conversation.id, Date.now()); // its KV is in memory
   composer.follow(chat.conversation);
+  address.write(addressed(), false);
   composer.streaming = chat.streaming;
   drawList();
   notice(NOTICES[detail.saved]);
@@ -193,6 +208,14 @@ chat.addEventListener("suggest", ({ detail: text }) => composer.suggest(text));
 chat.addEventListener("error", async ({ detail: error }) => {
   if (error.status === 401) await connect();
 });
+sidebar.addEventListener("open", ({ detail: id }) => showById(id, true));
+sidebar.addEventListener("remove", ({ detail: { id, title } }) => forget(id, title));
+sidebar.addEventListener("rename", async ({ detail: { id, title } }) => {
+  if (id === chat.conversation.id) chat.conversation.title = title;
+  await store.rename(id, title);
+  drawList();
+});
+address.onStep((id) => showById(id, false));
 element("new").addEventListener("click", () => show(fresh()));
 element("open-settings").addEventListener("click", async () => {
   const options = await editOptions(chat.conversation.options, chat.sampling);
@@ -211,40 +234,7 @@ composer.addEventListener("previous", () => chat.editLast());
 composer.addEventListener("stop", () => chat.stop());
 composer.addEventListener("typing", expect);
 
-// --- panels, theme, keyboard ----------------------------------------------------------------------------------------------
-
-const PANELS = { sidebar: element("toggle-sidebar"), live: element("toggle-live") };
-
-/** On a narrow screen a panel lies over the chat, which cannot be reached meanwhile; on a wide one it stands beside it. */
-function openPanel(name, open) {
-  for (const [other, toggle] of Object.entries(PANELS)) {
-    const isOpen = other === name ? open : open && NARROW.matches ? false : toggle.getAttribute("aria-expanded") === "true";
-    toggle.setAttribute("aria-expanded", String(isOpen));
-    element(other).classList.toggle("open", isOpen);
-  }
-  const covered = NARROW.matches && document.querySelector(".panel.open") !== null;
-  element("main").inert = covered;
-  if (name === "live" && open) fleet.goOn();
-  if (covered && open) (element(name).querySelector("button") ?? element(name)).focus();
-}
-
-function closePanels() {
-  if (!NARROW.matches) return;
-  const open = document.querySelector(".panel.open");
-  if (!open) return;
-  openPanel(open.id, false);
-  PANELS[open.id].focus();
-}
-
-for (const [name, toggle] of Object.entries(PANELS)) {
-  toggle.addEventListener("click", () => openPanel(name, toggle.getAttribute("aria-expanded") !== "true"));
-}
-NARROW.addEventListener("change", layOut);
-
-function layOut() {
-  openPanel("sidebar", !NARROW.matches);
-  openPanel("live", !NARROW.matches);
-}
+// --- theme, keyboard ------------------------------------------------------------------------------------------------------
 
 function setTheme(theme) {
   document.documentElement.dataset.theme = theme;
@@ -259,17 +249,35 @@ element("theme").addEventListener("click", () => {
   setTheme(names[(names.indexOf(document.documentElement.dataset.theme) + 1) % names.length]);
 });
 
+/** Shortcuts of the page, by the key with Ctrl or Command. */
+const SHORTCUTS = {
+  k: () => {
+    panels.open("sidebar", true);
+    element("search").focus();
+  },
+  O: () => show(fresh()),
+};
+
 document.addEventListener("keydown", (event) => {
-  if (event.key !== "Escape" || document.querySelector("dialog[open]")) return;
-  if (chat.streaming) chat.stop();
-  else if (composer.isQueued) composer.unqueue();
-  else closePanels();
+  if (document.querySelector("dialog[open]")) return;
+  const shortcut = event.ctrlKey || event.metaKey ? SHORTCUTS[event.shiftKey ? event.key.toUpperCase() : event.key] : null;
+  if (shortcut) {
+    event.preventDefault();
+    shortcut();
+  } else if (event.key === "F2") {
+    event.preventDefault();
+    panels.open("sidebar", true);
+    sidebar.rename(chat.conversation.id);
+  } else if (event.key === "Escape") {
+    if (chat.streaming) chat.stop();
+    else if (composer.isQueued) composer.unqueue();
+    else panels.close();
+  }
 });
 
 for (const place of document.querySelectorAll("[data-icon]")) icon(place, place.dataset.icon);
 for (const button of document.querySelectorAll(".icon-button[aria-label]")) button.title = button.getAttribute("aria-label");
 setTheme(document.documentElement.dataset.theme in THEMES ? document.documentElement.dataset.theme : "auto");
-layOut();
 await store.start();
-show((await store.load(store.last())) ?? store.create());
+await showById(address.shownId() ?? store.last(), false);
 connect();

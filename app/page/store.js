@@ -6,6 +6,7 @@ import { chainOf, path } from "./message_tree.js";
 
 const LAST = "reprise.last";
 const FORMAT = 2; // 1: a plain list of messages, in localStorage
+const MAX_FOUND = 50;
 const OLD_INDEX = "reprise.conversations";
 const OLD = "reprise.conversation.";
 const OLD_MAX_TOKENS = 300; // what format 1 wrote down where nobody had chosen a limit
@@ -110,7 +111,7 @@ function inTurn(work) {
 }
 
 async function write(conversation) {
-  const before = { revision: conversation.revision, id: conversation.id };
+  const before = { revision: conversation.revision, id: conversation.id, title: conversation.title };
   const first = path(conversation).find(({ role }) => role === "user")?.content ?? "";
   conversation.title ||= first.trim().split("\n")[0].slice(0, 60);
   conversation.updated = Date.now();
@@ -120,7 +121,7 @@ async function write(conversation) {
       await transact(database, "readwrite", async (stores) => {
         const stored = await result(stores.conversations.get(conversation.id));
         branched = (stored?.revision ?? 0) !== conversation.revision;
-        if (branched) conversation.id = newId();
+        if (branched) Object.assign(conversation, { id: newId(), title: `${conversation.title} (another tab's)` });
         conversation.revision += 1;
         stores.conversations.put(conversation);
         stores.entries.put(entryOf(conversation));
@@ -141,6 +142,37 @@ async function write(conversation) {
 /** Without it a browser may clear what a site keeps when the disk is full. */
 function askToStay() {
   navigator.storage?.persist?.().catch(() => {});
+}
+
+/** Give a conversation another name. It is no change of what was said: no tab's own becomes another one by it. */
+export function rename(id, title) {
+  return inTurn(async () => {
+    const entry = entries.get(id);
+    if (!entry) return;
+    entry.title = title;
+    if (database) {
+      await transact(database, "readwrite", async (stores) => {
+        const stored = await result(stores.conversations.get(id));
+        if (!stored) return;
+        stores.conversations.put({ ...stored, title });
+        stores.entries.put(entryOf({ ...stored, title }));
+      });
+    }
+    channel.postMessage({ id });
+  });
+}
+
+/** The ids of conversations in which a text occurs, whatever its capitals; at most MAX_FOUND, the newest first. One after
+ * the other is read, so that memory holds only one. */
+export async function search(text) {
+  const wanted = text.toLowerCase();
+  const found = [];
+  for (const { id } of list()) {
+    if (found.length === MAX_FOUND) break;
+    const conversation = await load(id);
+    if (conversation?.messages.some(({ content }) => content.toLowerCase().includes(wanted))) found.push(id);
+  }
+  return found;
 }
 
 export function remove(id) {

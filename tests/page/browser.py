@@ -42,6 +42,13 @@ def composer(page: Any) -> Any:
     return page.get_by_label("Message", exact=True)
 
 
+def open_live(page: Any) -> None:
+    """The live view is closed at first."""
+    toggle = page.get_by_role("button", name="Live view of the cache")
+    if toggle.get_attribute("aria-expanded") == "false":
+        toggle.click()
+
+
 def send(page: Any, text: str, timeout_s: float = 60.0) -> Any:
     """Type a message, send it with Enter, and wait for the whole answer. Returns its element."""
     before = page.locator(ANSWERS).count()

@@ -11,7 +11,7 @@ import pytest
 from reprise.engine.messages import CodecChecks
 from tests.app.api.reprise.test_events import queue, waiting
 from tests.app.fakes import STATS, Script, session_info
-from tests.page.browser import ANSWERS, answered, composer, send
+from tests.page.browser import ANSWERS, answered, composer, open_live, send
 from tests.page.served import Served, served
 
 pytestmark = pytest.mark.servers
@@ -419,6 +419,7 @@ def test_the_live_view_shows_tiers_sessions_queue_and_first_tokens(page: Any, se
             waiting=2,
             scheduler=queue(waiting("a/0", "local"), waiting("b/0", "local")),
         )
+        open_live(page)
         live = page.get_by_role("complementary", name="Live view of the cache")
         row = live.get_by_role("row").filter(has_text="crowd")
         row.wait_for()
@@ -446,6 +447,7 @@ def test_the_live_view_says_that_a_codec_was_switched_off(page: Any, server: Ser
     try:
         engine.model = msgspec.structs.replace(model, codec="transform-1", lossy_codec=True)
         engine.stats = msgspec.structs.replace(before, steps=before.steps + 1, codec_checks=checks)
+        open_live(page)
         line = page.locator('[data-part="tiers"] [data-part="codec"]')
         line.get_by_text("coded (transform-1): 0.21 nats").wait_for()
         engine.stats = msgspec.structs.replace(engine.stats, steps=before.steps + 2, codec_condemned=True)
@@ -467,6 +469,7 @@ def test_a_key_is_asked_for_and_kept_for_the_tab(browser: Any, tmp_path: Any) ->
         dialog.get_by_label("Key", exact=True).fill("sk-secret-key")
         page.keyboard.press("Enter")
         page.locator('#server[data-state="ready"]').wait_for()
+        open_live(page)
         page.locator('[data-part="tiers"]').get_by_text("admin key").wait_for()
         assert send(page, "Hello").locator(".text").inner_text()
         page.reload()
@@ -480,6 +483,7 @@ def test_where_too_many_watch_the_chat_works_all_the_same(browser: Any, tmp_path
     with served(tmp_path) as running:
         page = browser.new_page()
         page.goto(running.url)
+        open_live(page)
         page.locator('[data-part="tiers"]').get_by_text("Too many pages watch").wait_for()
         assert page.locator("#server").get_attribute("data-state") == "ready"
         assert send(page, "Hello").locator(".provenance").count() == 1
@@ -561,6 +565,7 @@ def test_a_tab_that_nobody_sees_is_told_nothing(page: Any, server: Served) -> No
     hide(False)
     watched(1)
     server.engine.stats = msgspec.structs.replace(STATS, tier_bytes={"dram": 3000, "disk": 2000})
+    open_live(page)
     page.get_by_text("2.9 KiB of 3.9 KiB (75 %)").wait_for()
 
 
@@ -603,6 +608,7 @@ def test_axe_finds_nothing_serious(page: Any, server: Served, axe: str) -> None:
         found = page.evaluate(f"axe.run({context}).then(r => r.violations)")
         return [f"{v['id']}: {v['nodes'][0]['html']}" for v in found if v["impact"] in ("serious", "critical")]
 
+    open_live(page)
     for theme in ("dark", "light"):
         page.emulate_media(color_scheme=theme)
         assert serious() == [], theme

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.app.fakes import Script
-from tests.page.browser import answered, composer, send
+from tests.page.browser import answered, composer, open_live, send
 from tests.page.served import Served
 
 pytestmark = pytest.mark.servers
@@ -106,6 +106,7 @@ def test_a_server_alone_is_not_asked_for_its_fleet(page: Any) -> None:
     page.on("request", lambda request: asked.append(request.url))
     page.reload()
     ready(page)
+    open_live(page)
     page.locator('[data-part="tiers"]').get_by_text("of 3.9 KiB").first.wait_for()
     assert [url for url in asked if "/v1/fleet" in url] == []
 
@@ -128,6 +129,7 @@ def test_on_a_phone_everything_is_large_enough_for_a_finger(browser: Any, server
 def test_bars_are_seen_in_forced_colours(page: Any) -> None:
     page.emulate_media(forced_colors="active")
     answer = send(page, "Hello")
+    open_live(page)
     try:
         for part in (answer.locator(".part").first, page.locator(".meter .fill").first):
             colours = part.evaluate(
