@@ -7,6 +7,7 @@ import * as tree from "./message_tree.js";
 import { inWords, tokensOf } from "./provenance.js";
 import * as store from "./store.js";
 import { Thread } from "./thread.js";
+import { cutOf, drawMeter } from "./window.js";
 
 const KEEP_MS = 1000; // between two looks at an answer that grows, by which it is kept should the tab be closed
 const REFUSED = new Set([400, 413, 422]); // however often it is sent
@@ -30,6 +31,7 @@ export class Chat extends EventTarget {
     suggest: (text) => this.#tell("suggest", text),
   });
   model = null;
+  window = null; // the model's, in tokens
   sampling = null; // what the model is drawn with where a request says nothing
 
   get conversation() {
@@ -61,6 +63,12 @@ export class Chat extends EventTarget {
   hear(turn) {
     this.#early.set(turn.request_id, turn);
     if (this.#early.size > 64) this.#early.delete(this.#early.keys().next().value);
+  }
+
+  /** Another model is served, or one at last. `window`: its, in tokens. */
+  serve({ id, default_sampling: sampling, max_model_len: window }) {
+    Object.assign(this, { model: id, sampling, window });
+    drawMeter(tree.path(this.#conversation), window);
   }
 
   /** Another tab has gone on with it. */
@@ -212,8 +220,11 @@ export class Chat extends EventTarget {
   #draw() {
     const conversation = this.#conversation;
     const { problem } = conversation;
+    const messages = tree.path(conversation);
+    drawMeter(messages, this.window);
     this.#thread.draw({
-      messages: tree.path(conversation),
+      messages,
+      cut: cutOf(messages),
       forked: conversation.forked,
       writing: this.#writing,
       versionsOf: (message) => tree.versions(conversation, message),

@@ -144,6 +144,27 @@ function askToStay() {
   navigator.storage?.persist?.().catch(() => {});
 }
 
+/** Keep conversations that come from elsewhere, all or none, and leave those alone that are here. Returns how many were
+ * added. Throws what the database does, such as when it is full. */
+export function adopt(conversations) {
+  return inTurn(async () => {
+    const fresh = [...new Map(conversations.map((one) => [one.id, one])).values()].filter(({ id }) => !entries.has(id));
+    if (database) {
+      await transact(database, "readwrite", (stores) => {
+        for (const conversation of fresh) {
+          stores.conversations.put(conversation);
+          stores.entries.put(entryOf(conversation));
+        }
+      });
+    } else for (const conversation of fresh) unkept.set(conversation.id, conversation);
+    for (const conversation of fresh) {
+      entries.set(conversation.id, entryOf(conversation));
+      channel.postMessage({ id: conversation.id });
+    }
+    return fresh.length;
+  });
+}
+
 /** Give a conversation another name. It is no change of what was said: no tab's own becomes another one by it. */
 export function rename(id, title) {
   return inTurn(async () => {

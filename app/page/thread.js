@@ -1,7 +1,7 @@
 // The messages of the conversation that is open, one below the other, and where the reader is in them.
 
 import { Article } from "./article.js";
-import { h } from "./dom.js";
+import { h, number } from "./dom.js";
 
 const NEAR_PX = 120; // so close to the end, the view follows it
 const SUGGESTIONS = ["What is the capital of France?", "Why is the sky blue?", "Tell me a short story about a lighthouse."];
@@ -12,6 +12,7 @@ const toEnd = document.querySelector("#to-end");
 export class Thread {
   #articles = [];
   #origin = h("p", { class: "small muted origin", hidden: true });
+  #rule = h("p", { class: "rule small muted" });
   #rest = []; // what stands after the articles
   #actions;
   #isAtEnd = true;
@@ -29,9 +30,10 @@ export class Thread {
   }
 
   /** Draw what has changed. `messages`: those of the path. `forked`: {title} of the conversation that this one began as, or
-   * nothing. `writing`: {answer, state} or null. `versionsOf(message)`.
+   * nothing. `cut`: {message, tokens} where the
+   * model's window begins, or null. `writing`: {answer, state} or null. `versionsOf(message)`.
    * `problem`: {text, mayHelp} or null. What is drawn already and still the same is left alone. */
-  draw({ messages, forked, writing, versionsOf, problem }) {
+  draw({ messages, forked, cut, writing, versionsOf, problem }) {
     const follows = this.#isAtEnd;
     this.#origin.hidden = !forked;
     this.#origin.textContent = forked ? `Forked from “${forked.title}”. The server shares what both have in common.` : "";
@@ -48,8 +50,19 @@ export class Thread {
     if (!messages.length) this.#rest.push(this.#welcome());
     if (problem) this.#rest.push(this.#problem(problem, messages.at(-1)));
     thread.append(...fresh.map(({ element }) => element), ...this.#rest);
+    this.#drawRule(cut);
     if (follows) this.toEnd();
     else this.#look();
+  }
+
+  #drawRule(cut) {
+    const below = cut && this.#articles.find(({ message }) => message === cut.message);
+    if (!below) {
+      this.#rule.remove();
+      return;
+    }
+    this.#rule.textContent = `The model no longer reads what is above (${number(cut.tokens)} tokens).`;
+    if (below.element.previousElementSibling !== this.#rule) below.element.before(this.#rule);
   }
 
   /** The answer that is written has grown, or waits. */
