@@ -596,6 +596,28 @@ def test_details_of_the_last_answer_open_where_they_are_seen(page: Any) -> None:
     assert row["y"] + row["height"] <= inside["y"] + inside["height"] + 1
 
 
+def test_a_first_visit_is_light_and_asks_for_its_modules_at_once(browser: Any, server: Served) -> None:
+    """250 kB at most, all of it this server's, and no module is found only inside another one."""
+    page = browser.new_page()
+    sizes: dict[str, int] = {}
+
+    def hear(response: Any) -> None:
+        if not response.url.endswith("/v1/events"):  # which does not end
+            sizes[response.url] = len(response.body())
+
+    page.on("requestfinished", lambda request: hear(request.response()))
+    page.goto(server.url)
+    page.locator('#server[data-state="ready"]').wait_for()
+    page.wait_for_timeout(300)
+    preloaded = page.evaluate(
+        "[...document.querySelectorAll('[rel=modulepreload], script')].map((one) => one.href || one.src)"
+    )
+    page.close()
+    assert all(url.startswith(server.url) for url in sizes)
+    assert {url for url in sizes if url.endswith(".js")} == set(preloaded)
+    assert 100_000 < sum(sizes.values()) <= 250_000
+
+
 def test_axe_finds_nothing_serious(page: Any, server: Served, axe: str) -> None:
     server.engine.script.answer = (
         "# Title\n\n- a\n- b\n\n`code` [link](https://example.org)\n\n```\nx\n```\n\n|a|b|\n|-|-|\n|1|2|"
