@@ -35,9 +35,10 @@ async function take(answer, body, signal, told, seen) {
     if (thought) {
       thinkingSince ??= Date.now();
       answer.thought += thought;
-      answer.thought_ms = Date.now() - thinkingSince;
     }
     if (content) answer.content += content;
+    if (thinkingSince !== null) answer.thought_ms = Date.now() - thinkingSince;
+    if (content) thinkingSince = null; // it has thought to the end
     if (choice?.finish_reason) answer.end = choice.finish_reason;
     if (chunk.x_cache) answer.report = reportOf(chunk);
     told("growing");

@@ -1,6 +1,6 @@
 // One message on the page: its text, what the model thought before it, how it ended, and what can be done with it.
 
-import { copyButton, h, icon, milliseconds, number } from "./dom.js";
+import { copyButton, h, icon, number } from "./dom.js";
 import { GrowingText } from "./growing_text.js";
 import { render } from "./markdown.js";
 import { strip } from "./provenance.js";
@@ -23,7 +23,7 @@ export class Article {
   constructor(message, actions, grown) {
     this.message = message;
     this.#actions = actions;
-    this.#growing = new GrowingText(this.#text, grown);
+    this.#growing = new GrowingText(this.#text, () => this.element.isConnected && grown());
     const mine = message.role === "user";
     if (mine) this.#text.textContent = message.content;
     else this.#text.append(render(message.content));
@@ -97,13 +97,13 @@ export class Article {
     }
     if (!this.#thought) {
       const summary = h("summary");
-      const text = h("div", { class: "thought-text", dir: "auto" });
+      const text = h("div", { class: "thought-text", dir: "auto", tabIndex: 0, role: "region", "aria-label": "Thought" });
       const details = h("details", { class: "thought" }, summary, text);
       details.addEventListener("toggle", () => details.open && this.#fillThought());
       this.#thought = { details, summary, text };
       this.#text.before(details);
     }
-    const took = milliseconds(message.thought_ms >= 10_000 ? Math.round(message.thought_ms / 1000) * 1000 : message.thought_ms).replace(".0 s", " s");
+    const took = seconds(message.thought_ms);
     const words = isThinking ? `Thinking, for ${took}` : `Thought for ${took}`;
     if (this.#thought.summary.textContent !== words) this.#thought.summary.textContent = words;
     if (this.#thought.details.open) this.#fillThought();
@@ -169,6 +169,11 @@ export class Article {
     if (!mine) parts.push(button("Fork from here", "fork", "", () => this.#actions.fork(this.message)));
     this.#buttons.replaceChildren(...parts);
   }
+}
+
+function seconds(ms) {
+  const all = Math.max(1, Math.round((ms ?? 0) / 1000));
+  return all < 120 ? `${all} s` : `${Math.floor(all / 60)} min ${all % 60} s`;
 }
 
 /** How an answer ended, where that is not its own end. */

@@ -151,6 +151,7 @@ export class Chat extends EventTarget {
     let failure = null;
     let keptAt = Date.now();
     const told = (state) => {
+      if (state === "waiting") announcement.textContent = "The server is away. The answer goes on when it is back.";
       writing.state = state;
       if (conversation === this.#conversation) this.#thread.grow(answer, state);
       if (state !== "growing" || Date.now() < keptAt + KEEP_MS) return;

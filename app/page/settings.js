@@ -45,6 +45,7 @@ export function editOptions(options, sampling) {
   fill(options);
   element("settings-wrong").hidden = true;
   element("defaults").onclick = () => fill(DEFAULTS);
+  element("cancel-settings").onclick = () => dialog.close("");
   element("settings-form").onsubmit = (event) => {
     if (event.submitter?.value === "done" && sayWrong()) event.preventDefault();
   };

@@ -132,7 +132,7 @@ export class Sidebar extends EventTarget {
   }
 
   async #searchTexts(query) {
-    const found = await store.search(query);
+    const found = await store.search(query, () => query === this.#query);
     if (query !== this.#query) return;
     this.#inTexts = found;
     this.draw(this.#current);

@@ -184,12 +184,12 @@ export function rename(id, title) {
 }
 
 /** The ids of conversations in which a text occurs, whatever its capitals; at most MAX_FOUND, the newest first. One after
- * the other is read, so that memory holds only one. */
-export async function search(text) {
+ * the other is read, so that memory holds only one, while `isWanted()`. */
+export async function search(text, isWanted) {
   const wanted = text.toLowerCase();
   const found = [];
   for (const { id } of list()) {
-    if (found.length === MAX_FOUND) break;
+    if (found.length === MAX_FOUND || !isWanted()) break;
     const conversation = await load(id);
     if (conversation?.messages.some(({ content }) => content.toLowerCase().includes(wanted))) found.push(id);
   }

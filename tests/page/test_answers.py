@@ -157,7 +157,7 @@ def test_a_thought_is_folded_kept_apart_and_sent_back(page: Any) -> None:
     assert answer.locator(".text").inner_text() == "It is blue."
     thought = answer.locator("details.thought")
     assert thought.get_attribute("open") is None
-    assert thought.locator("summary").inner_text().startswith("Thought for ")
+    assert thought.locator("summary").inner_text() == "Thought for 1 s"
     page.reload()
     thought.locator("summary").click()
     thought.get_by_text("The sky scatters.").wait_for()
@@ -258,3 +258,60 @@ def test_a_selection_stays_while_an_answer_grows_and_when_it_ends(page: Any, ser
     assert answered(page, 2).locator(".text").inner_text().endswith("end.")
     assert page.evaluate("getSelection().toString()") == "fox fox fox"
     assert first.locator(".provenance details").get_attribute("open") is not None
+
+
+def test_a_thought_grows_while_it_is_open(page: Any) -> None:
+    """The stream is held in the middle of the thought."""
+    page.evaluate(
+        """() => {
+          const { fetch } = window;
+          const chunk = (delta, finish) => new TextEncoder().encode(
+            `data: ${JSON.stringify({ id: "x", choices: [{ index: 0, delta, finish_reason: finish }] })}\n\n`);
+          window.fetch = (path, options) => {
+            if (!path.endsWith("/chat/completions")) return fetch(path, options);
+            const body = new ReadableStream({ start(stream) {
+              window.think = (text) => stream.enqueue(chunk({ reasoning_content: text }));
+              window.say = (text) => { stream.enqueue(chunk({ content: text }, "stop")); stream.close(); };
+              window.think("First, ");
+            } });
+            return Promise.resolve(new Response(body));
+          };
+        }"""
+    )
+    press_enter(page, "Why?")
+    thought = page.locator("details.thought")
+    thought.locator("summary").filter(has_text="Thinking, for").click()
+    page.evaluate("window.think('second.')")
+    thought.get_by_text("First, second.").wait_for()
+    page.evaluate("window.say('So.')")
+    assert answered(page, 1).locator(".text").inner_text() == "So."
+    assert thought.locator("summary").inner_text() == "Thought for 1 s"
+    assert thought.get_attribute("open") is not None
+
+
+def test_axe_finds_nothing_in_cut_lost_and_waiting_answers(page: Any, server: Served, axe: str) -> None:
+    page.evaluate(axe)
+
+    def found() -> list[Any]:
+        return list(
+            page.evaluate("axe.run().then((result) => result.violations.map((one) => [one.id, one.nodes[0].html]))")
+        )
+
+    page.set_viewport_size({"width": 1280, "height": 420})
+    thought = stream({"reasoning_content": "Hm. " * 400}, {"content": "It"}, finish="length")
+    halves = [stream({"content": "half"}, finish=None)] * 2
+    script_streams(page, thought, *halves)
+    send(page, "Why?").locator("details.thought summary").click()
+    page.locator("#thread").evaluate("(thread) => { thread.scrollTop = 0; }")
+    page.get_by_role("button", name="Newest").wait_for()
+    for theme in ("dark", "light"):
+        page.emulate_media(color_scheme=theme)
+        assert found() == [], theme
+    press_enter(page, "And?")
+    page.get_by_role("alert").get_by_role("button", name="Continue").wait_for()
+    assert found() == []
+    page.get_by_role("button", name="System prompt and sampling").click()
+    page.get_by_label("Top p").fill("7")
+    page.get_by_role("button", name="Done").click()
+    page.get_by_role("alert").filter(has_text="Top p: ").wait_for()
+    assert found() == []

@@ -129,6 +129,24 @@ def test_odd_fields_of_a_file_are_left_out(page: Any) -> None:
     assert (body["seed"], body["model"], "max_tokens" in body) == (3, "test-model", False)
 
 
+def test_more_is_kept_than_local_storage_would_hold(page: Any) -> None:
+    """12 Mi characters, where localStorage has 5."""
+    page.evaluate(
+        """async () => {
+          const store = await import("/page/store.js");
+          const all = Array.from({ length: 200 }, (_, n) => ({
+            ...store.create(), title: `Chat ${n}`, revision: 1, head: 1,
+            messages: [{ id: 1, parent: null, role: "user", content: "x".repeat(60_000) }],
+          }));
+          await store.adopt(all);
+        }"""
+    )
+    send(page, "One more")
+    reload(page)
+    assert page.locator("#conversations .open").count() == 201
+    assert page.locator("#notice").is_hidden()
+
+
 def test_a_browser_without_a_database_says_so(page: Any, server: Served) -> None:
     other = page.context.new_page()
     other.add_init_script("IDBFactory.prototype.open = () => { throw new DOMException('no', 'SecurityError'); };")
