@@ -49,6 +49,16 @@ def open_live(page: Any) -> None:
         toggle.click()
 
 
+def wait_until(page: Any, expression: str) -> None:
+    """Wait until a JavaScript expression is true. The page forbids Playwright's own wait, which evaluates strings
+    in the page."""
+    for _ in range(400):
+        if page.evaluate(expression):
+            return
+        page.wait_for_timeout(25)
+    raise AssertionError(expression)
+
+
 def send(page: Any, text: str, timeout_s: float = 60.0) -> Any:
     """Type a message, send it with Enter, and wait for the whole answer. Returns its element."""
     before = page.locator(ANSWERS).count()

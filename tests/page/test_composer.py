@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.app.fakes import Script
-from tests.page.browser import answered, composer, open_live, send
+from tests.page.browser import answered, composer, open_live, send, wait_until
 from tests.page.served import Served
 
 pytestmark = pytest.mark.servers
@@ -31,12 +31,12 @@ def test_each_conversation_has_a_draft_which_a_reload_keeps(page: Any) -> None:
     assert composer(page).input_value() == ""
     composer(page).fill("for a new one")
     page.locator("#conversations .open").click()
-    page.wait_for_function("document.querySelector('#message').value === 'for the first'")
+    wait_until(page, "document.querySelector('#message').value === 'for the first'")
     page.reload()
     ready(page)
     assert composer(page).input_value() == "for the first"
     page.get_by_role("button", name="New conversation").click()
-    page.wait_for_function("document.querySelector('#message').value === 'for a new one'")
+    wait_until(page, "document.querySelector('#message').value === 'for a new one'")
     send(page, "The second one")
     page.reload()
     ready(page)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tests.app.fakes import Script
-from tests.page.browser import composer, send
+from tests.page.browser import composer, send, wait_until
 from tests.page.served import Served
 
 pytestmark = pytest.mark.servers
@@ -58,7 +58,7 @@ def test_conversations_stand_by_day_and_are_found(page: Any, titles: Any) -> Non
     page.keyboard.press("Control+k")
     assert page.evaluate(FOCUSED) == "search"
     page.keyboard.type("OWL")
-    page.wait_for_function("document.querySelectorAll('#conversations .open').length === 1")
+    wait_until(page, "document.querySelectorAll('#conversations .open').length === 1")
     assert titles() == ["Owls"]
     page.keyboard.press("Control+a")
     page.keyboard.type("The Sea")
@@ -106,7 +106,7 @@ def test_the_list_is_one_tab_stop_with_arrows(page: Any, titles: Any) -> None:
     page.keyboard.press("Delete")
     page.get_by_role("dialog", name="Delete this conversation?").get_by_text("Foxes").wait_for()
     page.get_by_role("button", name="Delete", exact=True).click()
-    page.wait_for_function("document.querySelectorAll('#conversations .open').length === 4")
+    wait_until(page, "document.querySelectorAll('#conversations .open').length === 4")
 
 
 def test_each_conversation_has_an_address_and_back_works(page: Any, server: Served, titles: Any) -> None:
