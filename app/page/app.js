@@ -91,7 +91,7 @@ element("open-key").addEventListener("click", async () => {
 
 function drawList() {
   const { id, title } = chat.conversation;
-  sidebar.draw(id);
+  sidebar.draw(id, chat.running);
   element("title").textContent = title || "New conversation";
   document.title = title ? `${title} – Reprise` : "Reprise";
 }
@@ -122,7 +122,7 @@ const addressed = () => (chat.conversation.messages.length ? chat.conversation.i
 
 /** Open a conversation by its id, unless it has gone meanwhile. */
 async function showById(id, isStep) {
-  if (id === chat.conversation.id) return show(chat.conversation, isStep);
+  if (id && id === chat.conversation.id) return show(chat.conversation, isStep);
   const found = await store.load(id);
   show(found, isStep);
   if (id && !found) notice("That conversation is not in this browser.");
@@ -143,7 +143,7 @@ function notice(text) {
 
 async function forget(id, title) {
   if (!(await confirmDelete(title))) return;
-  if (id === chat.conversation.id) await chat.stop();
+  await chat.stop(id);
   try {
     await deleteInServer(id);
   } catch (error) {
@@ -191,14 +191,14 @@ store.onChange(async (id) => {
   drawList();
 });
 chat.addEventListener("change", ({ detail }) => {
-  if (!chat.streaming) expected.set(chat.conversation.id, Date.now()); // its KV is in memory
+  if (!chat.running.includes(detail.id)) expected.set(detail.id, Date.now()); // its KV is in memory
   composer.follow(chat.conversation);
   address.write(addressed(), false);
   composer.streaming = chat.streaming;
   drawList();
   notice(NOTICES[detail.saved]);
 });
-chat.addEventListener("refused", ({ detail: { text, id } }) => composer.giveBack(text, id));
+chat.addEventListener("refused", ({ detail: { text, conversation } }) => composer.giveBack(text, conversation));
 chat.addEventListener("fork", async ({ detail: conversation }) => {
   const saved = await store.save(conversation);
   show(conversation);

@@ -5,6 +5,12 @@ import { GrowingText } from "./growing_text.js";
 import { render } from "./markdown.js";
 import { strip } from "./provenance.js";
 
+const WRITING = {
+  growing: "",
+  waiting: "The server is away. The answer goes on when it is back.",
+  elsewhere: "Another tab writes this answer.",
+};
+
 /** `actions`: {again, goOn, edit, fork, choose}, each called with a message or a version of it, and `isBusy()`: whether an
  * answer is written, so that nothing else can be asked. `grown()` is called when
  * the text has become longer on the page. */
@@ -32,7 +38,8 @@ export class Article {
     if (message.thought) this.#drawThought(false);
   }
 
-  /** Draw what has changed. `isWriting`: "growing" or "waiting" while the answer is written, else null. `versions`: all
+  /** Draw what has changed. `isWriting`: "growing", "waiting" or "elsewhere" while the answer is written, else
+   * null. `versions`: all
    * messages in this one's place. `hasProblem`: that it did not end well is said below the thread. */
   show({ isLast, isWriting, versions, hasProblem }) {
     const { message } = this;
@@ -121,7 +128,7 @@ export class Article {
     this.#ending.replaceChildren();
     this.#ending.hidden = true;
     if (message.role === "user" || (hasProblem && isLast)) return;
-    const words = isWriting ? (isWriting === "waiting" ? "The server is away. The answer goes on when it is back." : "") : endOf(message);
+    const words = isWriting ? WRITING[isWriting] : endOf(message);
     if (!words) return;
     this.#ending.hidden = false;
     this.#ending.append(h("p", {}, words), ...(isLast && !isWriting ? this.#goOnButtons() : []));

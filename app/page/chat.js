@@ -8,17 +8,20 @@ import { inWords, tokensOf } from "./provenance.js";
 import * as store from "./store.js";
 import { Thread } from "./thread.js";
 import { cutOf, drawMeter } from "./window.js";
+import { isWrittenElsewhere, replyWith } from "./writers.js";
 
 const KEEP_MS = 1000; // between two looks at an answer that grows, by which it is kept should the tab be closed
+const MAX_RUNNING = 3; // answers at once: each holds one of the six connections that a browser has to a server
 const REFUSED = new Set([400, 413, 422]); // however often it is sent
 
 const announcement = document.querySelector("#announce");
 
 /** Events: `change` after every message, `error` with an ApiError the page has to act upon, `refused` with the text of a
- * message that the server will never take and its conversation's id, `suggest` with a text, `fork` with a conversation. */
+ * message that the server will never take and its conversation, `suggest` with a text, `fork` with a conversation. */
 export class Chat extends EventTarget {
   #conversation = store.create();
-  #writing = null; // {conversation, answer, abort, state, done}
+  #running = []; // {conversation, answer, abort, state, done} of each answer that is written, the oldest first
+  #elsewhere = null; // the answer of this conversation that another tab writes
   #early = new Map(); // request id -> tokens: an answer that is stopped gets no report of its own
   #refusal = null; // why the last message went back to the composer
   #thread = new Thread({
@@ -38,25 +41,50 @@ export class Chat extends EventTarget {
     return this.#conversation;
   }
 
+  get #writing() {
+    return this.#runningIn(this.#conversation.id);
+  }
+
+  #runningIn(id) {
+    return this.#running.find(({ conversation }) => conversation.id === id) ?? null;
+  }
+
+  /** Whether an answer of the conversation that is open is written here. */
   get streaming() {
     return this.#writing !== null;
   }
 
-  open(conversation) {
-    this.stop();
-    this.#writing = null; // what is left of a stopped answer ends by itself, in its own conversation
-    this.#conversation = conversation;
-    this.#refusal = null;
-    this.#draw();
-    if (conversation.messages.length) this.#thread.toEnd();
-    else this.#thread.toTop(); // a welcome is read from its top
+  constructor() {
+    super();
+    replyWith((id) => this.#runningIn(id) !== null);
   }
 
-  /** End the answer that is being written, if there is one. Resolves when what had come of it is kept. */
-  async stop() {
-    const writing = this.#writing;
+  /** Show a conversation. An answer that is written in another one goes on. */
+  open(conversation) {
+    this.#conversation = this.#runningIn(conversation.id)?.conversation ?? conversation;
+    this.#refusal = null;
+    this.#draw();
+    if (this.#conversation.messages.length) this.#thread.toEnd();
+    else this.#thread.toTop(); // a welcome is read from its top
+    this.#lookElsewhere();
+  }
+
+  /** End the answer that is written in a conversation, if there is one. Resolves when what had come of it is kept. */
+  async stop(id = this.#conversation.id) {
+    const writing = this.#runningIn(id);
     writing?.abort.abort();
     await writing?.done;
+  }
+
+  /** An answer without an end has been broken off, or another tab writes it. */
+  async #lookElsewhere() {
+    const conversation = this.#conversation;
+    const last = tree.path(conversation).at(-1);
+    this.#elsewhere = null;
+    if (this.streaming || last?.role !== "assistant" || last.end !== null) return;
+    if (!(await isWrittenElsewhere(conversation.id)) || conversation !== this.#conversation) return;
+    this.#elsewhere = last;
+    this.#draw();
   }
 
   /** What the live view heard of an answer's first token. */
@@ -76,6 +104,7 @@ export class Chat extends EventTarget {
     this.#conversation = conversation;
     this.#refusal = null;
     this.#draw();
+    this.#lookElsewhere();
   }
 
   async send(text) {
@@ -101,6 +130,11 @@ export class Chat extends EventTarget {
   async goOn() {
     const last = tree.path(this.#conversation).at(-1);
     if (!this.streaming && last?.role === "assistant") await this.#write(last, null);
+  }
+
+  /** The ids of the conversations in which an answer is written here. */
+  get running() {
+    return this.#running.map(({ conversation }) => conversation.id);
   }
 
   editLast() {
@@ -138,7 +172,9 @@ export class Chat extends EventTarget {
     Object.assign(answer, { end: null, limit: conversation.options.max_tokens });
     delete conversation.problem;
     this.#refusal = null;
-    this.#writing = writing;
+    this.#elsewhere = null;
+    if (this.#running.length === MAX_RUNNING) this.#running[0].abort.abort();
+    this.#running.push(writing);
     this.#draw();
     this.#thread.toEnd();
     this.#keep(conversation);
@@ -151,7 +187,7 @@ export class Chat extends EventTarget {
     let failure = null;
     let keptAt = Date.now();
     const told = (state) => {
-      if (state === "waiting") announcement.textContent = "The server is away. The answer goes on when it is back.";
+      if (state === "waiting" && conversation === this.#conversation) announcement.textContent = "The server is away. The answer goes on when it is back.";
       writing.state = state;
       if (conversation === this.#conversation) this.#thread.grow(answer, state);
       if (state !== "growing" || Date.now() < keptAt + KEEP_MS) return;
@@ -164,7 +200,7 @@ export class Chat extends EventTarget {
       if (abort.signal.aborted) answer.end = "stopped";
       else failure = error instanceof ApiError ? error : new ApiError(0, "The connection to the server was lost.", "connection", null);
     }
-    if (this.#writing === writing) this.#writing = null;
+    this.#running = this.#running.filter((other) => other !== writing);
     const early = this.#early.get(answer.request_id);
     if (!answer.report && early) answer.report = { tokens: tokensOf(early), ttft_ms: early.ttft_ms };
     delete answer.request_id;
@@ -178,12 +214,12 @@ export class Chat extends EventTarget {
       this.#draw();
     }
     if (refused) {
-      this.#tell("refused", { text: question.content, id: conversation.id });
+      this.#tell("refused", { text: question.content, conversation });
       if (conversation === this.#conversation) this.#thread.toEnd();
     }
     await this.#keep(conversation);
     if (failure) this.#tell("error", failure);
-    else announce(answer);
+    else if (conversation === this.#conversation) announce(answer);
   }
 
   #takeBack(conversation, question) {
@@ -208,14 +244,14 @@ export class Chat extends EventTarget {
   }
 
   async #keep(conversation) {
-    this.#tell("change", { saved: "kept" });
+    this.#tell("change", { saved: "kept", id: conversation.id });
     let saved = "kept";
     if (conversation.messages.length) saved = await store.save(conversation);
     else {
       await store.remove(conversation.id);
       Object.assign(conversation, { title: "", revision: 0 });
     }
-    this.#tell("change", { saved });
+    this.#tell("change", { saved, id: conversation.id });
   }
 
   #draw() {
@@ -227,7 +263,7 @@ export class Chat extends EventTarget {
       messages,
       cut: cutOf(messages),
       forked: conversation.forked,
-      writing: this.#writing,
+      writing: this.#writing ?? (this.#elsewhere && { answer: this.#elsewhere, state: "elsewhere" }),
       versionsOf: (message) => tree.versions(conversation, message),
       problem: this.#refusal ? { text: this.#refusal, mayHelp: false } : problem && !this.streaming ? { text: problem, mayHelp: true } : null,
     });

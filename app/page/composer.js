@@ -52,8 +52,8 @@ export class Composer extends EventTarget {
   }
 
   /** Put a text into the field of a conversation, before what is there. */
-  giveBack(text, id) {
-    const key = id === this.#key || this.#key === NEW ? this.#key : id;
+  giveBack(text, conversation) {
+    const key = conversation.id === this.#key ? this.#key : keyOf(conversation);
     const there = key === this.#key ? message.value : (localStorage.getItem(DRAFT + key) ?? "");
     const whole = there.trim() ? `${text}\n${there}` : text;
     keep(key, whole);

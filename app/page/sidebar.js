@@ -12,6 +12,7 @@ const search = document.querySelector("#search");
 /** Events: `open` with an id, `remove` and `rename` with an entry ({id, title}; `rename` with the new title). */
 export class Sidebar extends EventTarget {
   #current = null; // the id of the conversation that is open
+  #running = [];
   #drawn = ""; // what is on the page, to leave it alone while it is the same
   #inTexts = []; // ids of those that the search found in what was said
   #timer = null;
@@ -33,11 +34,13 @@ export class Sidebar extends EventTarget {
     list.addEventListener("keydown", (event) => this.#press(event));
   }
 
-  draw(current) {
+  /** `running`: the ids of conversations in which an answer is written. */
+  draw(current, running = this.#running) {
     this.#current = current;
+    this.#running = running;
     if (list.querySelector("input")) return; // a name is being typed
     const groups = this.#groups();
-    const state = JSON.stringify([current, groups]);
+    const state = JSON.stringify([current, running, groups]);
     if (state === this.#drawn) return;
     this.#drawn = state;
     const focused = list.contains(document.activeElement) ? document.activeElement.closest("li")?.dataset.id : null;
@@ -86,7 +89,7 @@ export class Sidebar extends EventTarget {
     const open = h("button", {
       type: "button", class: "open", tabIndex: -1, title, "aria-current": id === this.#current ? "true" : undefined,
       "aria-keyshortcuts": "F2 Delete", on: { click: tell("open") },
-    }, title || "Untitled");
+    }, title || "Untitled", this.#running.includes(id) ? h("span", { class: "running" }, h("span", { class: "visually-hidden" }, ", an answer is written")) : null);
     const small = (name, picture, done) =>
       icon(h("button", { type: "button", class: "icon-button small", tabIndex: -1, "aria-label": `${name} “${title}”`, title: name, on: { click: done } }), picture);
     const buttons = h("span", { class: "row-buttons" }, small("Rename", "edit", () => this.rename(id)), small("Delete", "trash", tell("remove")));

@@ -150,6 +150,48 @@ def test_what_had_come_is_there_after_the_tab_was_closed_in_the_middle(page: Any
     assert answer.get_by_role("button", name="Continue").count() == 1
 
 
+def test_an_answer_goes_on_while_another_conversation_is_open(page: Any, server: Served) -> None:
+    server.engine.script.answer, server.engine.script.step_s = "fox " * 60 + "end.", 0.02
+    press_enter(page, "Slow one")
+    page.locator('article.theirs[data-streaming="true"] .text').filter(has_text="fox").wait_for()
+    page.get_by_role("button", name="New conversation").click()
+    server.engine.script = Script()
+    page.get_by_text("an answer is written").wait_for(state="attached")
+    assert send(page, "Fast two").locator(".text").inner_text() == "Hello there, how are you today?"
+    page.locator("#conversations .open").filter(has_text="Slow one").click()
+    assert answered(page, 1).locator(".text").inner_text().endswith("fox end.")
+    page.locator("#conversations .running").wait_for(state="detached")
+    assert page.locator("article").count() == 2
+
+
+def test_at_most_three_answers_are_written_at_once(page: Any, server: Served) -> None:
+    server.engine.script.answer, server.engine.script.step_s = "fox " * 2000, 0.02
+    for number in range(4):
+        page.get_by_role("button", name="New conversation").click()
+        press_enter(page, f"Number {number}")
+        page.locator('article.theirs[data-streaming="true"] .text').filter(has_text="fox").wait_for()
+    page.locator("#conversations li").filter(has_text="Number 0").locator(".running").wait_for(state="detached")
+    assert page.locator("#conversations .running").count() == 3
+    page.get_by_role("button", name="Delete “Number 2”").click()  # also one that is not open
+    page.get_by_role("button", name="Delete", exact=True).click()
+    page.locator("#conversations li").filter(has_text="Number 2").wait_for(state="detached")
+    assert page.locator("#conversations .running").count() == 2
+    page.reload()  # ends the others
+
+
+def test_another_tab_says_that_an_answer_is_written_and_shows_it_when_it_is_there(page: Any, server: Served) -> None:
+    server.engine.script.answer, server.engine.script.step_s = "fox " * 100 + "end.", 0.02
+    press_enter(page, "Slow one")
+    page.locator('article.theirs[data-streaming="true"] .text').filter(has_text="fox").wait_for()
+    other = page.context.new_page()
+    other.goto(page.url)
+    other.get_by_text("Another tab writes this answer.").wait_for()
+    assert other.get_by_text("Broken off").count() == 0
+    assert answered(other, 1).locator(".text").inner_text().endswith("fox end.")
+    assert other.get_by_text("Another tab writes").count() == 0
+    other.close()
+
+
 def test_a_thought_is_folded_kept_apart_and_sent_back(page: Any) -> None:
     thoughts = [{"reasoning_content": "The sky "}, {"reasoning_content": "scatters."}]
     sent = script_streams(page, stream(*thoughts, {"content": "It is blue."}))
