@@ -11,7 +11,7 @@ import { NARROW, Panels } from "./panels.js";
 import { askKey, confirmDelete, editOptions } from "./settings.js";
 import { Sidebar } from "./sidebar.js";
 import * as store from "./store.js";
-import { allAsJson, asMarkdown, download, fileName, importJson } from "./transfer.js";
+import { listen as listenToTransfers } from "./transfer_buttons.js";
 
 const element = (id) => document.querySelector(`#${id}`);
 const THEMES = { auto: "as the system", light: "light", dark: "dark" };
@@ -215,24 +215,12 @@ sidebar.addEventListener("rename", async ({ detail: { id, title } }) => {
   await store.rename(id, title);
   drawList();
 });
-element("export").addEventListener("click", async () => download(await allAsJson(), "conversations.json"));
-element("export-one").addEventListener("click", () => {
-  const { conversation } = chat;
-  if (conversation.messages.length) download(asMarkdown(conversation), fileName(conversation.title, "md"));
-});
-element("import").addEventListener("click", () => element("import-file").click());
-element("import-file").addEventListener("change", async () => {
-  const [file] = element("import-file").files;
-  element("import-file").value = "";
-  if (!file) return;
-  try {
-    const { added, known } = await importJson(file);
-    element("transferred").textContent = `${added} added${known ? `, ${known} were here already` : ""}.`;
-    notice("");
-  } catch (error) {
-    notice(`Not imported: ${error.message}`);
-  }
-  drawList();
+listenToTransfers({
+  current: () => chat.conversation,
+  done(problem) {
+    notice(problem);
+    drawList();
+  },
 });
 address.onStep((id) => showById(id, false));
 element("new").addEventListener("click", () => show(fresh()));

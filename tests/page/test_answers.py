@@ -122,10 +122,10 @@ def test_a_lost_connection_keeps_what_had_come_and_goes_on_by_itself(page: Any) 
 def test_an_engine_that_dies_in_the_middle_does_not_end_the_answer(page: Any, server: Served) -> None:
     server.engine.script.die_after = 3
     press_enter(page, "Hello")
-    page.get_by_text("The server is away.").wait_for()
+    page.locator(".ending").get_by_text("The server is away.").wait_for()
     server.engine.script = Script(answer=" And it went on.")
     assert answered(page, 1).locator(".text").inner_text().endswith(" And it went on.")
-    assert page.get_by_text("The server is away.").count() == 0
+    assert page.locator(".ending").get_by_text("The server is away.").count() == 0
 
 
 def test_a_connection_that_is_lost_again_leaves_the_part_and_a_way_on(page: Any) -> None:

@@ -147,8 +147,10 @@ def test_panels_are_as_they_were_left(page: Any) -> None:
     reload(page)
     assert (live.is_visible(), sidebar.is_visible()) == (True, False)
     page.set_viewport_size({"width": 390, "height": 800})
+    live.wait_for(state="hidden")
     assert (live.is_visible(), sidebar.is_visible()) == (False, False)
     page.set_viewport_size({"width": 1280, "height": 800})
+    live.wait_for()
     assert (live.is_visible(), sidebar.is_visible()) == (True, False)
 
 
