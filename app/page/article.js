@@ -20,6 +20,7 @@ export class Article {
   #actions;
   #text = h("div", { class: "text", dir: "auto" });
   #growing;
+  #shownChars = 0; // of a text that is whole
   #thought = null; // {details, summary, text, shown}
   #ending = h("div", { class: "ending", hidden: true });
   #strip = null; // {report, element}
@@ -32,7 +33,10 @@ export class Article {
     this.#growing = new GrowingText(this.#text, () => this.element.isConnected && grown());
     const mine = message.role === "user";
     if (mine) this.#text.textContent = message.content;
-    else this.#text.append(render(message.content));
+    else {
+      this.#text.append(render(message.content));
+      this.#shownChars = message.content.length;
+    }
     const label = h("h2", { class: "visually-hidden" }, mine ? "You" : "Answer");
     this.element = h("article", { class: `message ${mine ? "mine" : "theirs"}`, data: { id: message.id } }, label, this.#text, this.#ending, this.#buttons);
     if (message.thought) this.#drawThought(false);
@@ -46,7 +50,7 @@ export class Article {
     this.element.dataset.streaming = String(Boolean(isWriting));
     if (message.role === "assistant") {
       if (isWriting) this.#growing.show(message.content);
-      else if (this.#text.dataset.whole !== String(message.content.length)) this.#drawWhole();
+      else if (this.#shownChars !== message.content.length) this.#drawWhole();
       if (message.thought || this.#thought) this.#drawThought(Boolean(isWriting) && !message.content);
     }
     const state = [isLast, isWriting, hasProblem, message.end, message.limit, Boolean(message.content), versions.map(({ id }) => id)];
@@ -91,7 +95,7 @@ export class Article {
   #drawWhole() {
     this.#growing.show(this.message.content);
     this.#growing.finish();
-    this.#text.dataset.whole = this.message.content.length;
+    this.#shownChars = this.message.content.length;
   }
 
   /** Folded unless the reader opens it. It grows only while it is open. */
