@@ -4,7 +4,13 @@ const PREFIX = "#/c/";
 
 /** The id in the address, or null. */
 export function shownId() {
-  return location.hash.startsWith(PREFIX) ? decodeURIComponent(location.hash.slice(PREFIX.length)) : null;
+  if (!location.hash.startsWith(PREFIX)) return null;
+  const written = location.hash.slice(PREFIX.length);
+  try {
+    return decodeURIComponent(written);
+  } catch {
+    return written; // no address that we wrote: nothing is found by it
+  }
 }
 
 /** Write a conversation's id into the address, null: that of one that has not begun. `isStep`: Back leads from here to

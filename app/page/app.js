@@ -152,6 +152,7 @@ async function forget(id, title) {
   }
   await store.remove(id);
   forgetDraft(id);
+  element("list-status").textContent = `“${title}” is gone from this browser and from every tier of the server.`;
   if (id === chat.conversation.id) show(fresh(), false);
   else drawList();
 }
@@ -240,6 +241,7 @@ composer.addEventListener("send", ({ detail: text }) => chat.send(text));
 composer.addEventListener("previous", () => chat.editLast());
 composer.addEventListener("stop", () => chat.stop());
 composer.addEventListener("typing", expect);
+composer.addEventListener("files", () => notice("Pictures and files cannot be sent: the model reads text."));
 
 // --- theme, keyboard ------------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,8 @@ const COMPOSING = 229; // the key code of an Enter that ends a composition in Sa
 const element = (id) => document.querySelector(`#${id}`);
 const message = element("message");
 
-/** Events: `send` with a text, `stop`, `typing`, `previous` when the last message is to be edited. */
+/** Events: `send` with a text, `stop`, `typing`, `previous` when the last message is to be edited, `files` when some were
+ * pasted or dropped that are no text. */
 export class Composer extends EventTarget {
   #key = NEW;
   #streaming = false;
@@ -24,6 +25,8 @@ export class Composer extends EventTarget {
     });
     message.addEventListener("focus", () => this.dispatchEvent(new Event("typing")));
     message.addEventListener("keydown", (event) => this.#press(event));
+    message.addEventListener("paste", (event) => this.#refuseFiles(event.clipboardData, event));
+    message.addEventListener("drop", (event) => this.#refuseFiles(event.dataTransfer, event));
     element("composer").addEventListener("submit", (event) => {
       event.preventDefault();
       this.#submit();
@@ -70,11 +73,12 @@ export class Composer extends EventTarget {
   }
 
   set streaming(value) {
+    const changes = value !== this.#streaming;
     this.#streaming = value;
     const hadFocus = [element("stop"), element("send"), document.body].includes(document.activeElement);
     element("send").hidden = value;
     element("stop").hidden = !value;
-    if (hadFocus) element(value ? "stop" : "send").focus();
+    if (changes && hadFocus) element(value ? "stop" : "send").focus();
   }
 
   /** The model takes requests from now on. */
@@ -93,6 +97,12 @@ export class Composer extends EventTarget {
 
   focus() {
     message.focus();
+  }
+
+  #refuseFiles(data, event) {
+    if (!data?.files.length || data.getData("text/plain")) return;
+    event.preventDefault(); // else the browser would leave the page and show what was dropped
+    this.dispatchEvent(new Event("files"));
   }
 
   #press(event) {

@@ -26,8 +26,8 @@ let writing = Promise.resolve(); // one after the other
 export async function start() {
   try {
     database = await open();
-    await bringOld();
-    const all = await transact(database, "readonly", (stores) => result(stores.entries.getAll()));
+    await bringOld().catch((error) => console.info("Older conversations stay where they are:", error));
+    const all = await inDatabase("readonly", (stores) => result(stores.entries.getAll()));
     for (const entry of all) entries.set(entry.id, entry);
   } catch (error) {
     database = null;
@@ -35,17 +35,28 @@ export async function start() {
   }
 }
 
+/** As `transact`. A browser may close the database of a page that has slept; it is opened again. */
+async function inDatabase(mode, work) {
+  try {
+    return await transact(database, mode, work);
+  } catch (error) {
+    if (error.name !== "InvalidStateError") throw error;
+    database = await open();
+    return transact(database, mode, work);
+  }
+}
+
 async function bringOld() {
   const keys = Object.keys(localStorage).filter((key) => key.startsWith(OLD));
-  const found = keys.map((key) => readOld(localStorage.getItem(key))).filter(Boolean);
-  await transact(database, "readwrite", async (stores) => {
-    for (const conversation of found) {
+  const read = new Map(keys.map((key) => [key, readOld(localStorage.getItem(key))]).filter(([, conversation]) => conversation));
+  await inDatabase("readwrite", async (stores) => {
+    for (const conversation of read.values()) {
       if (await result(stores.entries.getKey(conversation.id))) continue;
       stores.conversations.put(conversation);
       stores.entries.put(entryOf(conversation));
     }
   });
-  for (const key of [...keys, OLD_INDEX]) localStorage.removeItem(key);
+  for (const key of [...read.keys(), OLD_INDEX]) localStorage.removeItem(key);
 }
 
 /** A conversation of format 1, or null if it is damaged. */
@@ -82,7 +93,7 @@ function newId() {
 /** null where there is none of that id. */
 export async function load(id) {
   if (!id) return null;
-  const found = database ? await transact(database, "readonly", (stores) => result(stores.conversations.get(id))) : unkept.get(id);
+  const found = database ? await inDatabase("readonly", (stores) => result(stores.conversations.get(id))) : unkept.get(id);
   return found ? { ...found, options: { ...DEFAULTS, ...found.options } } : null;
 }
 
@@ -97,7 +108,7 @@ export function save(conversation) {
 export function saveProgress(conversation) {
   return inTurn(async () => {
     if (!database) return;
-    await transact(database, "readwrite", async ({ conversations }) => {
+    await inDatabase("readwrite", async ({ conversations }) => {
       const stored = await result(conversations.get(conversation.id));
       if (stored?.revision === conversation.revision) conversations.put(conversation);
     }).catch(() => {});
@@ -118,7 +129,7 @@ async function write(conversation) {
   let branched = false;
   try {
     if (database) {
-      await transact(database, "readwrite", async (stores) => {
+      await inDatabase("readwrite", async (stores) => {
         const stored = await result(stores.conversations.get(conversation.id));
         branched = (stored?.revision ?? 0) !== conversation.revision;
         if (branched) Object.assign(conversation, { id: newId(), title: `${conversation.title} (another tab's)` });
@@ -150,7 +161,7 @@ export function adopt(conversations) {
   return inTurn(async () => {
     const fresh = [...new Map(conversations.map((one) => [one.id, one])).values()].filter(({ id }) => !entries.has(id));
     if (database) {
-      await transact(database, "readwrite", (stores) => {
+      await inDatabase("readwrite", (stores) => {
         for (const conversation of fresh) {
           stores.conversations.put(conversation);
           stores.entries.put(entryOf(conversation));
@@ -172,7 +183,7 @@ export function rename(id, title) {
     if (!entry) return;
     entry.title = title;
     if (database) {
-      await transact(database, "readwrite", async (stores) => {
+      await inDatabase("readwrite", async (stores) => {
         const stored = await result(stores.conversations.get(id));
         if (!stored) return;
         stores.conversations.put({ ...stored, title });
@@ -200,7 +211,7 @@ export function remove(id) {
   return inTurn(async () => {
     unkept.delete(id);
     if (database) {
-      await transact(database, "readwrite", (stores) => {
+      await inDatabase("readwrite", (stores) => {
         stores.conversations.delete(id);
         stores.entries.delete(id);
       });
@@ -224,7 +235,7 @@ export function onChange(listener) {
 
 channel.addEventListener("message", async ({ data: { id } }) => {
   if (!database) return;
-  const entry = await transact(database, "readonly", (stores) => result(stores.entries.get(id))).catch(() => undefined);
+  const entry = await inDatabase("readonly", (stores) => result(stores.entries.get(id))).catch(() => undefined);
   if (entry) entries.set(id, entry);
   else entries.delete(id);
   for (const listener of listeners) listener(id);

@@ -19,7 +19,7 @@ export function listen({ current, done }) {
     if (!file) return;
     try {
       const { added, known } = await importJson(file);
-      element("transferred").textContent = `${added} added${known ? `, ${known} were here already` : ""}.`;
+      element("list-status").textContent = `${added} added${known ? `, ${known} were here already` : ""}.`;
       done("");
     } catch (error) {
       done(`Not imported: ${error.message}`);

@@ -270,6 +270,7 @@ def test_a_conversation_is_deleted_while_its_answer_streams(page: Any, server: S
     assert answer.value.status == 409
     server.engine.session_error = None
     page.locator("#conversations li").wait_for(state="detached")
+    page.get_by_text("“Go on” is gone from this browser and from every tier of the server.").wait_for()
     assert page.get_by_role("alert").count() == 0
     assert ("local", session) not in server.engine.kept
 

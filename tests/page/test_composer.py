@@ -62,6 +62,20 @@ def test_a_text_runs_in_the_direction_of_its_language(page: Any) -> None:
     assert page.locator("article.theirs .text").evaluate("(text) => getComputedStyle(text).direction") == "ltr"
 
 
+@pytest.mark.parametrize(("event", "field"), [("paste", "clipboardData"), ("drop", "dataTransfer")])
+def test_that_a_picture_cannot_be_sent_is_said(page: Any, event: str, field: str) -> None:
+    composer(page).evaluate(
+        """(message, [type, field]) => {
+          const data = new DataTransfer();
+          data.items.add(new File(["x"], "x.png", { type: "image/png" }));
+          const kind = type === "paste" ? ClipboardEvent : DragEvent;
+          message.dispatchEvent(new kind(type, { [field]: data, bubbles: true, cancelable: true }));
+        }""",
+        [event, field],
+    )
+    page.get_by_role("alert").filter(has_text="Pictures and files cannot be sent").wait_for()
+
+
 @pytest.fixture
 def loading(page: Any) -> Iterator[Any]:
     """The page while the model is loaded; a call makes it ready."""

@@ -129,6 +129,14 @@ def test_odd_fields_of_a_file_are_left_out(page: Any) -> None:
     assert (body["seed"], body["model"], "max_tokens" in body) == (3, "test-model", False)
 
 
+def test_a_database_that_was_closed_meanwhile_is_opened_again(page: Any) -> None:
+    page.evaluate(FORGET)  # the page's connection closes for it
+    send(page, "Hello")
+    assert page.locator("#notice").is_hidden()
+    reload(page)
+    assert page.locator("article").count() == 2
+
+
 def test_more_is_kept_than_local_storage_would_hold(page: Any) -> None:
     """12 Mi characters, where localStorage has 5."""
     page.evaluate(
