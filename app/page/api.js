@@ -2,12 +2,25 @@
 
 const KEY = "reprise.key";
 
+// Codes of errors after which the same request will be answered, once the server is there again.
+const AWAY = new Set(["connection", "loading", "restarting", "engine_lost", "draining", "no_replica"]);
+
 export class ApiError extends Error {
   constructor(status, message, code, retryAfterS) {
     super(message);
     this.status = status;
     this.code = code;
     this.retryAfterS = retryAfterS;
+  }
+
+  /** Whether the server is away and may come back, which is no fault of the request. */
+  get isAway() {
+    return AWAY.has(this.code);
+  }
+
+  /** For people: what it was, and when to try again where the server says so. */
+  get sentence() {
+    return this.retryAfterS ? `${this.message} It asks to wait ${this.retryAfterS} s before another try.` : this.message;
   }
 }
 
@@ -28,8 +41,11 @@ async function request(path, { method = "GET", body, signal } = {}) {
   const headers = {};
   if (apiKey.get()) headers.authorization = `Bearer ${apiKey.get()}`;
   if (body !== undefined) headers["content-type"] = "application/json";
-  const response = await fetch(path, {
+  const sent = fetch(path, {
     method, headers, signal, cache: "no-store", body: body === undefined ? undefined : JSON.stringify(body),
+  });
+  const response = await sent.catch((error) => {
+    throw signal?.aborted ? error : new ApiError(0, "There is no connection to the server.", "connection", null);
   });
   if (response.ok) return response;
   const error = await response.json().then((answer) => answer.error, () => null);
@@ -78,13 +94,18 @@ export async function* chat(body, signal) {
   const response = await request("/v1/chat/completions", {
     method: "POST", signal, body: { ...body, stream: true, stream_options: { include_usage: true } },
   });
+  const lost = () => new ApiError(0, "The connection to the server was lost.", "connection", null);
   let ended = false;
-  for await (const { data } of serverSentEvents(response)) {
-    if (data.error) throw new ApiError(response.status, data.error.message, data.error.code, null);
-    ended ||= Boolean(data.choices?.[0]?.finish_reason);
-    yield data;
+  try {
+    for await (const { data } of serverSentEvents(response)) {
+      if (data.error) throw new ApiError(response.status, data.error.message, data.error.code, null);
+      ended ||= Boolean(data.choices?.[0]?.finish_reason);
+      yield data;
+    }
+  } catch (error) {
+    throw signal.aborted || error instanceof ApiError ? error : lost();
   }
-  if (!ended) throw new ApiError(0, "The connection to the server was lost.", "connection", null);
+  if (!ended) throw lost();
 }
 
 /** What a gateway or a replica knows of its fleet. An error 404: this server is in none. */

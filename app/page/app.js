@@ -1,24 +1,33 @@
 // The page: puts its parts together and listens to the keyboard.
 
+import * as address from "./address.js";
 import { apiKey, deleteSession, expectTurn, models } from "./api.js";
 import { Chat } from "./chat.js";
-import { h, icon } from "./dom.js";
+import { Composer, forget as forgetDraft } from "./composer.js";
+import { icon } from "./dom.js";
 import { Fleet } from "./fleet.js";
 import { Live } from "./live.js";
+import { NARROW, Panels } from "./panels.js";
 import { askKey, confirmDelete, editOptions } from "./settings.js";
+import { Sidebar } from "./sidebar.js";
 import * as store from "./store.js";
+import { listen as listenToTransfers } from "./transfer_buttons.js";
 
 const element = (id) => document.querySelector(`#${id}`);
-const NARROW = matchMedia("(max-width: 1099px)");
 const THEMES = { auto: "as the system", light: "light", dark: "dark" };
 
 const EXPECT_AGAIN_MS = 30_000; // what was brought to memory may have left it again
 // Conversation -> when the server last answered in it, or was last told that it goes on. Infinity: it knows nothing of it.
 const expected = new Map();
 
+const DELETE_PATIENCE_MS = 10_000; // for which a request that was stopped may go on in the server
+
 const chat = new Chat();
+const composer = new Composer();
 const live = new Live(() => new Map(store.list().map(({ id, title }) => [id, title])));
 const fleet = new Fleet();
+const sidebar = new Sidebar();
+const panels = new Panels((name) => name === "live" && fleet.goOn());
 
 // --- the server ---------------------------------------------------------------------------------------------------------
 
@@ -34,13 +43,13 @@ async function connect() {
   for (;;) {
     try {
       const [model] = await models();
-      chat.model = model.id;
-      chat.sampling = model.default_sampling;
+      chat.serve(model);
       showServer("ready", model.id);
+      composer.ready();
       expect();
       if (!document.hidden) {
         live.start();
-        fleet.start();
+        fleet.goOn();
       }
       return;
     } catch (error) {
@@ -48,8 +57,8 @@ async function connect() {
         showServer("away", "key wanted");
         await askKey("This server wants a key. It is sent to this server only.");
         if (!apiKey.get()) return; // the key button asks again
-        fleet.start();
       } else {
+        if (error.code === "no_replica") fleet.start(); // it is there although none of its servers is
         showServer("waiting", error.code === "no_replica" ? "no server is there" : error.status === 503 ? "loading the model" : "no connection");
         await new Promise((resolve) => setTimeout(resolve, 1000));
       }
@@ -59,8 +68,9 @@ async function connect() {
 
 live.addEventListener("engine", ({ detail: state }) => {
   if (state === "ready" && chat.model) showServer("ready", chat.model);
-  else showServer("waiting", state === "away" ? "no connection" : state);
+  else showServer("waiting", state === "away" ? "no connection" : state === "loading" ? "loading the model" : state);
 });
+live.addEventListener("fleet", () => fleet.start(), { once: true });
 live.addEventListener("key", connect);
 // What nobody sees, nobody has to be told: a tab in the background costs the server nothing.
 document.addEventListener("visibilitychange", () => {
@@ -69,7 +79,7 @@ document.addEventListener("visibilitychange", () => {
     fleet.stop();
   } else {
     if (chat.model) live.start();
-    fleet.start();
+    fleet.goOn();
   }
 });
 live.addEventListener("turn", ({ detail: turn }) => chat.hear(turn));
@@ -80,14 +90,10 @@ element("open-key").addEventListener("click", async () => {
 // --- conversations ------------------------------------------------------------------------------------------------------
 
 function drawList() {
-  const current = chat.conversation.id;
-  element("conversations").replaceChildren(...store.list().map(({ id, title }) => {
-    const open = h("button", { type: "button", class: "open", "aria-current": id === current ? "true" : undefined, on: { click: () => show(store.load(id)) } }, title || "Untitled");
-    const remove = icon(h("button", { type: "button", class: "icon-button small", "aria-label": `Delete “${title}”`, on: { click: () => forget(id, title) } }), "trash");
-    return h("li", {}, open, remove);
-  }));
-  element("title").textContent = chat.conversation.title || "New conversation";
-  document.title = chat.conversation.title ? `${chat.conversation.title} – Reprise` : "Reprise";
+  const { id, title } = chat.conversation;
+  sidebar.draw(id, chat.running);
+  element("title").textContent = title || "New conversation";
+  document.title = title ? `${title} – Reprise` : "Reprise";
 }
 
 /** Tells the server that a conversation which is opened or typed into will go on. */
@@ -99,13 +105,27 @@ async function expect() {
   if (!(await expectTurn(id))) expected.set(id, Infinity);
 }
 
-function show(conversation) {
+/** Open a conversation, null: a new one. `isStep`: Back leads from it to the one before. */
+function show(conversation, isStep = true) {
   if (conversation?.id !== chat.conversation.id) chat.open(conversation ?? fresh()); // else it is there already, and maybe streams
+  address.write(addressed(), isStep);
+  notice("");
+  composer.open(chat.conversation);
+  composer.streaming = chat.streaming;
   expect();
   drawList();
-  drawComposer();
-  closePanels();
-  if (!NARROW.matches) element("message").focus(); // on a phone that would bring up the keyboard
+  panels.close();
+  if (!NARROW.matches) composer.focus(); // on a phone that would bring up the keyboard
+}
+
+const addressed = () => (chat.conversation.messages.length ? chat.conversation.id : null);
+
+/** Open a conversation by its id, unless it has gone meanwhile. */
+async function showById(id, isStep) {
+  if (id && id === chat.conversation.id) return show(chat.conversation, isStep);
+  const found = await store.load(id);
+  show(found, isStep);
+  if (id && !found) notice("That conversation is not in this browser.");
 }
 
 /** A new conversation begins with the settings of the one before. */
@@ -123,130 +143,107 @@ function notice(text) {
 
 async function forget(id, title) {
   if (!(await confirmDelete(title))) return;
-  if (id === chat.conversation.id) chat.stop();
+  await chat.stop(id);
   try {
-    await deleteSession(id);
+    await deleteInServer(id);
   } catch (error) {
     notice(`Not deleted: ${error.message}`);
     return;
   }
-  store.remove(id);
-  if (id === chat.conversation.id) show(fresh());
+  await store.remove(id);
+  forgetDraft(id);
+  element("list-status").textContent = `“${title}” is gone from this browser and from every tier of the server.`;
+  if (id === chat.conversation.id) show(fresh(), false);
   else drawList();
+}
+
+/** The server takes a moment to end a request that was stopped, and until then deletes nothing. */
+async function deleteInServer(id) {
+  for (const until = Date.now() + DELETE_PATIENCE_MS; ; ) {
+    try {
+      await deleteSession(id);
+      return;
+    } catch (error) {
+      if (error.code !== "session_busy" || Date.now() > until) throw error;
+      await new Promise((resolve) => setTimeout(resolve, 200));
+    }
+  }
 }
 
 const NOTICES = {
   kept: "",
   full: "The browser's storage is full, so this conversation is not kept. Delete others.",
+  unkept: "The browser keeps nothing for this page, so conversations are gone when it is closed.",
   branched: "Another tab changed this conversation meanwhile. What was said here is kept as a conversation of its own.",
 };
 
-store.onChange((id) => {
-  const { conversation } = chat;
-  if (!chat.streaming && (id === null || id === conversation.id)) {
-    const now = store.load(conversation.id);
+store.onChange(async (id) => {
+  if (!chat.streaming && id === chat.conversation.id) {
+    const now = await store.load(id);
+    const { conversation } = chat; // by now
+    if (chat.streaming || id !== conversation.id) return drawList();
+    if (now) conversation.title = now.title;
     if (now && now.revision !== conversation.revision) chat.replace(now);
     else if (!now && conversation.revision) {
-      show(store.create());
+      show(store.create(), false);
       notice("Another tab has deleted this conversation.");
     }
   }
   drawList();
 });
 chat.addEventListener("change", ({ detail }) => {
-  if (!chat.streaming) expected.set(chat.conversation.id, Date.now()); // its KV is in memory
+  if (!chat.running.includes(detail.id)) expected.set(detail.id, Date.now()); // its KV is in memory
+  composer.follow(chat.conversation);
+  address.write(addressed(), false);
+  composer.streaming = chat.streaming;
   drawList();
-  drawComposer();
   notice(NOTICES[detail.saved]);
 });
-chat.addEventListener("refused", ({ detail: text }) => {
-  message.value = message.value.trim() ? `${text}\n${message.value}` : text;
-  fit();
+chat.addEventListener("refused", ({ detail: { text, conversation } }) => composer.giveBack(text, conversation));
+chat.addEventListener("fork", async ({ detail: conversation }) => {
+  const saved = await store.save(conversation);
+  show(conversation);
+  notice(NOTICES[saved]);
 });
+chat.addEventListener("suggest", ({ detail: text }) => composer.suggest(text));
 chat.addEventListener("error", async ({ detail: error }) => {
   if (error.status === 401) await connect();
 });
+sidebar.addEventListener("open", ({ detail: id }) => showById(id, true));
+sidebar.addEventListener("remove", ({ detail: { id, title } }) => forget(id, title));
+sidebar.addEventListener("rename", async ({ detail: { id, title } }) => {
+  if (id === chat.conversation.id) chat.conversation.title = title;
+  await store.rename(id, title);
+  drawList();
+});
+listenToTransfers({
+  current: () => chat.conversation,
+  done(problem) {
+    notice(problem);
+    drawList();
+  },
+});
+address.onStep((id) => showById(id, false));
 element("new").addEventListener("click", () => show(fresh()));
 element("open-settings").addEventListener("click", async () => {
   const options = await editOptions(chat.conversation.options, chat.sampling);
+  if (!options) return;
   const { conversation } = chat; // by now: another tab may have gone on with it
   conversation.options = options;
   if (!conversation.messages.length) return;
-  notice(NOTICES[store.save(conversation)]);
+  notice(NOTICES[await store.save(conversation)]);
   drawList();
 });
 
 // --- the composer -------------------------------------------------------------------------------------------------------
 
-const message = element("message");
+composer.addEventListener("send", ({ detail: text }) => chat.send(text));
+composer.addEventListener("previous", () => chat.editLast());
+composer.addEventListener("stop", () => chat.stop());
+composer.addEventListener("typing", expect);
+composer.addEventListener("files", () => notice("Pictures and files cannot be sent: the model reads text."));
 
-function drawComposer() {
-  const hadFocus = document.activeElement === element("stop") || document.activeElement === element("send");
-  element("send").hidden = chat.streaming;
-  element("stop").hidden = !chat.streaming;
-  if (hadFocus) element(chat.streaming ? "stop" : "send").focus();
-}
-
-function fit() {
-  message.style.height = "auto";
-  message.style.height = `${Math.min(message.scrollHeight, 220)}px`;
-}
-
-function submit() {
-  const text = message.value.trim();
-  if (!text || chat.streaming || !chat.model) return;
-  message.value = "";
-  fit();
-  chat.send(text);
-}
-
-message.addEventListener("input", fit);
-message.addEventListener("input", expect);
-message.addEventListener("keydown", (event) => {
-  if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
-  event.preventDefault();
-  submit();
-});
-element("composer").addEventListener("submit", (event) => {
-  event.preventDefault();
-  submit();
-});
-element("stop").addEventListener("click", () => chat.stop());
-
-// --- panels, theme, keyboard ----------------------------------------------------------------------------------------------
-
-const PANELS = { sidebar: element("toggle-sidebar"), live: element("toggle-live") };
-
-/** On a narrow screen a panel lies over the chat, which cannot be reached meanwhile; on a wide one it stands beside it. */
-function openPanel(name, open) {
-  for (const [other, toggle] of Object.entries(PANELS)) {
-    const isOpen = other === name ? open : open && NARROW.matches ? false : toggle.getAttribute("aria-expanded") === "true";
-    toggle.setAttribute("aria-expanded", String(isOpen));
-    element(other).classList.toggle("open", isOpen);
-  }
-  const covered = NARROW.matches && document.querySelector(".panel.open") !== null;
-  element("main").inert = covered;
-  if (name === "live" && open) fleet.start(); // without waiting for a model: it is there although none of its servers is
-  if (covered && open) (element(name).querySelector("button") ?? element(name)).focus();
-}
-
-function closePanels() {
-  if (!NARROW.matches) return;
-  const open = document.querySelector(".panel.open");
-  if (!open) return;
-  openPanel(open.id, false);
-  PANELS[open.id].focus();
-}
-
-for (const [name, toggle] of Object.entries(PANELS)) {
-  toggle.addEventListener("click", () => openPanel(name, toggle.getAttribute("aria-expanded") !== "true"));
-}
-NARROW.addEventListener("change", layOut);
-
-function layOut() {
-  openPanel("sidebar", !NARROW.matches);
-  openPanel("live", !NARROW.matches);
-}
+// --- theme, keyboard ------------------------------------------------------------------------------------------------------
 
 function setTheme(theme) {
   document.documentElement.dataset.theme = theme;
@@ -261,15 +258,35 @@ element("theme").addEventListener("click", () => {
   setTheme(names[(names.indexOf(document.documentElement.dataset.theme) + 1) % names.length]);
 });
 
+/** Shortcuts of the page, by the key with Ctrl or Command. */
+const SHORTCUTS = {
+  k: () => {
+    panels.open("sidebar", true);
+    element("search").focus();
+  },
+  O: () => show(fresh()),
+};
+
 document.addEventListener("keydown", (event) => {
-  if (event.key !== "Escape" || document.querySelector("dialog[open]")) return;
-  if (chat.streaming) chat.stop();
-  else closePanels();
+  if (document.querySelector("dialog[open]")) return;
+  const shortcut = event.ctrlKey || event.metaKey ? SHORTCUTS[event.shiftKey ? event.key.toUpperCase() : event.key] : null;
+  if (shortcut) {
+    event.preventDefault();
+    shortcut();
+  } else if (event.key === "F2") {
+    event.preventDefault();
+    panels.open("sidebar", true);
+    sidebar.rename(chat.conversation.id);
+  } else if (event.key === "Escape") {
+    if (chat.streaming) chat.stop();
+    else if (composer.isQueued) composer.unqueue();
+    else panels.close();
+  }
 });
 
 for (const place of document.querySelectorAll("[data-icon]")) icon(place, place.dataset.icon);
 for (const button of document.querySelectorAll(".icon-button[aria-label]")) button.title = button.getAttribute("aria-label");
 setTheme(document.documentElement.dataset.theme in THEMES ? document.documentElement.dataset.theme : "auto");
-layOut();
-show(store.load(store.last()) ?? store.create());
+await store.start();
+await showById(address.shownId() ?? store.last(), false);
 connect();

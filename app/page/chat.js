@@ -1,47 +1,90 @@
-// One conversation: its thread, its composer, and the answer that is being streamed.
+// One conversation: what is said in it, and the answer that is being written.
 
-import { ApiError, chat } from "./api.js";
-import { copyButton, h, icon, milliseconds } from "./dom.js";
-import { render } from "./markdown.js";
-import { inWords, strip, tokensOf } from "./provenance.js";
+import { ApiError } from "./api.js";
+import { followAnswer } from "./answer_stream.js";
+import { milliseconds } from "./dom.js";
+import * as tree from "./message_tree.js";
+import { inWords, tokensOf } from "./provenance.js";
 import * as store from "./store.js";
+import { Thread } from "./thread.js";
+import { cutOf, drawMeter } from "./window.js";
+import { isWrittenElsewhere, replyWith } from "./writers.js";
 
-const RENDER_MS = 60; // between two looks at a text that grows
+const KEEP_MS = 1000; // between two looks at an answer that grows, by which it is kept should the tab be closed
+const MAX_RUNNING = 3; // answers at once: each holds one of the six connections that a browser has to a server
 const REFUSED = new Set([400, 413, 422]); // however often it is sent
-const SUGGESTIONS = ["What is the capital of France?", "Why is the sky blue?", "Tell me a short story about a lighthouse."];
 
-const thread = document.querySelector("#thread");
 const announcement = document.querySelector("#announce");
 
 /** Events: `change` after every message, `error` with an ApiError the page has to act upon, `refused` with the text of a
- * message that the server will never take. */
+ * message that the server will never take and its conversation, `suggest` with a text, `fork` with a conversation. */
 export class Chat extends EventTarget {
-  #abort = null;
   #conversation = store.create();
+  #running = []; // {conversation, answer, abort, state, done} of each answer that is written, the oldest first
+  #elsewhere = null; // the answer of this conversation that another tab writes
   #early = new Map(); // request id -> tokens: an answer that is stopped gets no report of its own
   #refusal = null; // why the last message went back to the composer
+  #thread = new Thread({
+    again: () => this.again(),
+    goOn: () => this.goOn(),
+    edit: (message, text) => this.edit(message, text),
+    fork: (message) => this.#tell("fork", this.#forkAt(message)),
+    choose: (message) => this.#choose(message),
+    isBusy: () => this.streaming,
+    suggest: (text) => this.#tell("suggest", text),
+  });
   model = null;
+  window = null; // the model's, in tokens
   sampling = null; // what the model is drawn with where a request says nothing
 
   get conversation() {
     return this.#conversation;
   }
 
-  get streaming() {
-    return this.#abort !== null;
+  get #writing() {
+    return this.#runningIn(this.#conversation.id);
   }
 
+  #runningIn(id) {
+    return this.#running.find(({ conversation }) => conversation.id === id) ?? null;
+  }
+
+  /** Whether an answer of the conversation that is open is written here. */
+  get streaming() {
+    return this.#writing !== null;
+  }
+
+  constructor() {
+    super();
+    replyWith((id) => this.#runningIn(id) !== null);
+  }
+
+  /** Show a conversation. An answer that is written in another one goes on. */
   open(conversation) {
-    this.stop();
-    this.#abort = null; // what is left of a stopped answer ends by itself, in its own conversation
-    this.#conversation = conversation;
+    this.#conversation = this.#runningIn(conversation.id)?.conversation ?? conversation;
     this.#refusal = null;
     this.#draw();
-    thread.scrollTop = conversation.messages.length ? thread.scrollHeight : 0; // a welcome is read from its top
+    if (this.#conversation.messages.length) this.#thread.toEnd();
+    else this.#thread.toTop(); // a welcome is read from its top
+    this.#lookElsewhere();
   }
 
-  stop() {
-    this.#abort?.abort();
+  /** End the answer that is written in a conversation, if there is one. Resolves when what had come of it is kept. */
+  async stop(id = this.#conversation.id) {
+    const writing = this.#runningIn(id);
+    writing?.abort.abort();
+    await writing?.done;
+  }
+
+  /** An answer without an end has been broken off, or another tab writes it. */
+  async #lookElsewhere() {
+    const conversation = this.#conversation;
+    const last = tree.path(conversation).at(-1);
+    this.#elsewhere = null;
+    if (this.streaming || last?.role !== "assistant" || last.end !== null) return;
+    if (!(await isWrittenElsewhere(conversation.id)) || conversation !== this.#conversation) return;
+    this.#elsewhere = last;
+    this.#draw();
   }
 
   /** What the live view heard of an answer's first token. */
@@ -50,146 +93,189 @@ export class Chat extends EventTarget {
     if (this.#early.size > 64) this.#early.delete(this.#early.keys().next().value);
   }
 
+  /** Another model is served, or one at last. `window`: its, in tokens. */
+  serve({ id, default_sampling: sampling, max_model_len: window }) {
+    Object.assign(this, { model: id, sampling, window });
+    drawMeter(tree.path(this.#conversation), window);
+  }
+
   /** Another tab has gone on with it. */
   replace(conversation) {
     this.#conversation = conversation;
     this.#refusal = null;
     this.#draw();
+    this.#lookElsewhere();
   }
 
   async send(text) {
     if (this.streaming) return;
-    this.#conversation.messages.push({ role: "user", content: text });
-    await this.#answer();
+    const conversation = this.#conversation;
+    await this.#ask(tree.add(conversation, conversation.head, { role: "user", content: text }));
   }
 
-  /** The last answer once more: it forks where the question ends, and everything before stays cached. */
+  /** Say something else in the place of a message. What was said there before stays as another version. */
+  async edit(message, text) {
+    if (this.streaming) return;
+    await this.#ask(tree.add(this.#conversation, message.parent, { role: "user", content: text }));
+  }
+
+  /** Answer the last question once more, beside the answer that there is: everything before stays cached. */
   async again() {
     if (this.streaming) return;
-    if (this.#conversation.messages.at(-1)?.role === "assistant") this.#conversation.messages.pop();
-    await this.#answer();
+    const question = tree.path(this.#conversation).findLast(({ role }) => role === "user");
+    await this.#write(this.#newAnswer(question), null);
   }
 
-  async #answer() {
-    const conversation = this.#conversation;
-    const history = conversation.messages.map(({ role, content }) => ({ role, content }));
-    const answer = { role: "assistant", content: "", report: null, stopped: false };
-    const abort = new AbortController();
-    this.#abort = abort;
+  /** Let the last answer go on where it ended. */
+  async goOn() {
+    const last = tree.path(this.#conversation).at(-1);
+    if (!this.streaming && last?.role === "assistant") await this.#write(last, null);
+  }
+
+  /** The ids of the conversations in which an answer is written here. */
+  get running() {
+    return this.#running.map(({ conversation }) => conversation.id);
+  }
+
+  editLast() {
+    return !this.streaming && this.#thread.editLast();
+  }
+
+  #choose(message) {
+    if (this.streaming) return;
+    tree.choose(this.#conversation, message);
+    delete this.#conversation.problem;
     this.#refusal = null;
-    conversation.messages.push(answer);
     this.#draw();
-    this.#changed(conversation);
-    const shown = new Streamed(thread.querySelector(".message:last-of-type .text"));
+    this.#thread.focusVersions(message);
+    this.#keep(this.#conversation);
+  }
+
+  #forkAt(message) {
+    const { title, options, id } = this.#conversation;
+    return { ...store.create(), ...structuredClone(tree.chainTo(this.#conversation, message)), title: `${title} (fork)`, options: { ...options }, forked: { id, title } };
+  }
+
+  async #ask(question) {
+    await this.#write(this.#newAnswer(question), question);
+  }
+
+  #newAnswer(question) {
+    return tree.add(this.#conversation, question.id, { role: "assistant", content: "", thought: "", thought_ms: null, report: null, end: null, limit: null });
+  }
+
+  /** Fill an answer, or what is missing of it. `question`: the message that was just written, which goes back to the
+   * composer if the server will never take it; else null. */
+  #write(answer, question) {
+    const conversation = this.#conversation;
+    const writing = { conversation, answer, abort: new AbortController(), state: "growing" };
+    Object.assign(answer, { end: null, limit: conversation.options.max_tokens });
+    delete conversation.problem;
+    this.#refusal = null;
+    this.#elsewhere = null;
+    if (this.#running.length === MAX_RUNNING) this.#running[0].abort.abort();
+    this.#running.push(writing);
+    this.#draw();
+    this.#thread.toEnd();
+    this.#keep(conversation);
+    writing.done = this.#follow(writing, question);
+    return writing.done;
+  }
+
+  async #follow(writing, question) {
+    const { conversation, answer, abort } = writing;
     let failure = null;
-    let requestId = null;
+    let keptAt = Date.now();
+    const told = (state) => {
+      if (state === "waiting" && conversation === this.#conversation) announcement.textContent = "The server is away. The answer goes on when it is back.";
+      writing.state = state;
+      if (conversation === this.#conversation) this.#thread.grow(answer, state);
+      if (state !== "growing" || Date.now() < keptAt + KEEP_MS) return;
+      keptAt = Date.now();
+      store.saveProgress(conversation);
+    };
     try {
-      for await (const chunk of chat(this.#body(conversation, history), abort.signal)) {
-        requestId = chunk.id;
-        answer.content += chunk.choices[0]?.delta.content ?? "";
-        shown.show(answer.content);
-        if (chunk.x_cache) answer.report = reportOf(chunk);
-      }
+      await followAnswer(answer, () => this.#body(conversation, answer), { signal: abort.signal, told });
     } catch (error) {
-      answer.stopped = abort.signal.aborted;
-      if (!answer.stopped) failure = error instanceof ApiError ? error : new ApiError(0, "The connection to the server was lost.", "connection", null);
+      if (abort.signal.aborted) answer.end = "stopped";
+      else failure = error instanceof ApiError ? error : new ApiError(0, "The connection to the server was lost.", "connection", null);
     }
-    if (this.#abort === abort) this.#abort = null;
-    const early = this.#early.get(requestId);
+    this.#running = this.#running.filter((other) => other !== writing);
+    const early = this.#early.get(answer.request_id);
     if (!answer.report && early) answer.report = { tokens: tokensOf(early), ttft_ms: early.ttft_ms };
-    if (!answer.content && (failure || answer.stopped)) conversation.messages.splice(conversation.messages.indexOf(answer), 1);
-    const refused = failure !== null && REFUSED.has(failure.status) && !answer.content;
-    const question = refused ? conversation.messages.pop().content : null; // else it would spoil all that is said later
-    if (failure && !refused) conversation.problem = failure.message;
-    else delete conversation.problem;
-    this.#changed(conversation);
+    delete answer.request_id;
+    const refused = failure !== null && question !== null && REFUSED.has(failure.status) && !answer.content;
+    if ((failure || answer.end === "stopped") && !answer.content && !answer.thought) tree.drop(conversation, answer);
+    if (refused) this.#takeBack(conversation, question); // else it would spoil all that is said later
+    else if (failure) conversation.problem = failure.sentence;
+    else if (answer.end === "stopped" && !answer.content && !answer.thought) conversation.problem = "Stopped before the first word.";
     if (conversation === this.#conversation) {
-      this.#refusal = refused ? failure.message : null;
+      this.#refusal = refused ? failure.sentence : null;
       this.#draw();
-      if (refused) this.dispatchEvent(new CustomEvent("refused", { detail: question }));
     }
-    if (failure) this.dispatchEvent(new CustomEvent("error", { detail: failure }));
-    else announce(answer);
+    if (refused) {
+      this.#tell("refused", { text: question.content, conversation });
+      if (conversation === this.#conversation) this.#thread.toEnd();
+    }
+    await this.#keep(conversation);
+    if (failure) this.#tell("error", failure);
+    else if (conversation === this.#conversation) announce(answer);
   }
 
-  #body(conversation, history) {
+  #takeBack(conversation, question) {
+    tree.drop(conversation, question);
+    const before = tree.versions(conversation, question).at(-1);
+    if (before) tree.choose(conversation, before);
+  }
+
+  /** The request for an answer, or for the rest of one of which a part is there. */
+  #body(conversation, answer) {
     const { system, ...sampling } = conversation.options;
-    const messages = system.trim() ? [{ role: "system", content: system }, ...history] : history;
+    const said = tree.path({ ...conversation, head: answer.parent }).filter(({ role, content }) => role === "user" || content);
+    const messages = said.map(asSent);
+    if (system.trim()) messages.unshift({ role: "system", content: system });
     const given = Object.fromEntries(Object.entries(sampling).filter(([, value]) => value !== null));
-    return { model: this.model, messages, session_id: conversation.id, ...given };
+    const body = { model: this.model, messages, session_id: conversation.id, ...given };
+    if (!answer.content) return body;
+    messages.push(asSent(answer));
+    body.continue_final_message = true;
+    if (answer.thought) body.thinking = { type: "disabled" }; // it has thought to the end
+    return body;
   }
 
-  #changed(conversation) {
+  async #keep(conversation) {
+    this.#tell("change", { saved: "kept", id: conversation.id });
     let saved = "kept";
-    if (conversation.messages.length) saved = store.save(conversation);
+    if (conversation.messages.length) saved = await store.save(conversation);
     else {
-      store.remove(conversation.id);
+      await store.remove(conversation.id);
       Object.assign(conversation, { title: "", revision: 0 });
     }
-    this.dispatchEvent(new CustomEvent("change", { detail: { saved } }));
+    this.#tell("change", { saved, id: conversation.id });
   }
 
   #draw() {
-    const { messages, problem } = this.#conversation;
-    const near = thread.scrollHeight - thread.scrollTop - thread.clientHeight < 120;
-    const nodes = messages.map((message, index) => this.#message(message, index === messages.length - 1));
-    if (!nodes.length) nodes.push(this.#welcome());
-    if (problem && !this.streaming) nodes.push(this.#problem(problem, true));
-    else if (this.#refusal) nodes.push(this.#problem(this.#refusal, false));
-    thread.replaceChildren(...nodes);
-    if (near) thread.scrollTop = thread.scrollHeight;
+    const conversation = this.#conversation;
+    const { problem } = conversation;
+    const messages = tree.path(conversation);
+    drawMeter(messages, this.window);
+    this.#thread.draw({
+      messages,
+      cut: cutOf(messages),
+      forked: conversation.forked,
+      writing: this.#writing ?? (this.#elsewhere && { answer: this.#elsewhere, state: "elsewhere" }),
+      versionsOf: (message) => tree.versions(conversation, message),
+      problem: this.#refusal ? { text: this.#refusal, mayHelp: false } : problem && !this.streaming ? { text: problem, mayHelp: true } : null,
+    });
   }
 
-  #message(message, isLast) {
-    const mine = message.role === "user";
-    const streaming = isLast && !mine && this.streaming;
-    const text = h("div", { class: "text" });
-    if (mine) text.textContent = message.content;
-    else text.append(render(message.content));
-    const label = h("h2", { class: "visually-hidden" }, mine ? "You" : "Answer");
-    const article = h("article", { class: `message ${mine ? "mine" : "theirs"}`, data: { streaming } }, label, text);
-    if (mine || streaming) return article;
-    if (message.stopped) article.append(h("p", { class: "small muted" }, "Stopped."));
-    if (message.report) article.append(strip(message.report));
-    const actions = h("div", { class: "message-actions" }, copyButton("Copy this answer", "icon-button small", () => message.content));
-    if (isLast) {
-      const again = icon(h("button", { type: "button", class: "icon-button small", "aria-label": "Answer again", title: "Answer again" }), "again");
-      again.addEventListener("click", () => this.again());
-      actions.append(again);
-    }
-    article.append(actions);
-    return article;
-  }
-
-  #problem(message, mayHelp) {
-    const retry = h("button", { type: "button", on: { click: () => this.again() } }, "Try again");
-    return h("div", { class: "problem", role: "alert" }, h("p", {}, message), mayHelp ? retry : null);
-  }
-
-  #welcome() {
-    const facts = [
-      ["hbm", "Every message you send makes a model read the whole conversation. Reprise keeps what it has read, so it reads only what is new."],
-      ["dram", "What does not fit on the device stays in memory and on disk, and comes back while you wait for the first word."],
-      ["disk", "Close the tab, restart the server: the conversation goes on where it was. The bar under every answer shows where its history came from."],
-    ];
-    const suggestions = SUGGESTIONS.map((text) =>
-      h("button", { type: "button", on: { click: () => this.send(text) } }, text));
-    return h("section", { class: "welcome" },
-      h("h2", {}, "A chat that does not start over"),
-      h("ul", { class: "facts" }, facts.map(([source, text]) => h("li", {}, h("span", { class: "swatch", data: { source } }), h("span", {}, text)))),
-      h("div", { class: "suggestions", role: "group", "aria-label": "Suggestions" }, suggestions));
+  #tell(type, detail) {
+    this.dispatchEvent(new CustomEvent(type, { detail }));
   }
 }
 
-function reportOf(chunk) {
-  return {
-    tokens: tokensOf(chunk.x_cache),
-    reasons: chunk.x_cache.miss_reasons,
-    diverged: chunk.x_cache.diverged_at,
-    ttft_ms: chunk.timings?.ttft_ms ?? null,
-    timings: chunk.timings,
-    completion_tokens: chunk.usage?.completion_tokens,
-  };
+function asSent({ role, content, thought }) {
+  return thought ? { role, content, reasoning_content: thought } : { role, content };
 }
 
 /** A screen reader hears of an answer once, when it is there, not token by token. */
@@ -197,27 +283,6 @@ function announce(answer) {
   if (!answer.content) return;
   const { report } = answer;
   const cost = report ? ` First token after ${milliseconds(report.ttft_ms)}; ${inWords(report.tokens)}.` : "";
-  announcement.textContent = `${answer.stopped ? "Answer stopped." : "Answer complete."}${cost}`;
-}
-
-/** A growing text, rendered anew now and then: a token may turn what stood before it into a list or a link. */
-class Streamed {
-  #element;
-  #text = "";
-  #due = null;
-
-  constructor(element) {
-    this.#element = element;
-  }
-
-  show(text) {
-    this.#text = text;
-    this.#due ??= setTimeout(() => {
-      this.#due = null;
-      if (!this.#element.isConnected) return;
-      const near = thread.scrollHeight - thread.scrollTop - thread.clientHeight < 120;
-      this.#element.replaceChildren(render(this.#text));
-      if (near) thread.scrollTop = thread.scrollHeight;
-    }, RENDER_MS + this.#text.length / 100);
-  }
+  const end = { stopped: "Answer stopped.", length: "Answer ended at its limit." }[answer.end] ?? "Answer complete.";
+  announcement.textContent = `${end}${cost}`;
 }

@@ -14,6 +14,7 @@ export class Fleet {
   #section;
   #body = h("div", { data: { part: "fleet" } });
   #timer = null;
+  #isWatched = false; // since the server is known to be in a fleet
   #counts = new Map(); // count -> its value when the page first saw it or it last grew, and when that was
 
   constructor() {
@@ -25,6 +26,7 @@ export class Fleet {
   /** Look every two seconds while the live view is open, until `stop` or until the server says that there is nothing to
    * see: it is in no fleet, or wants another key. */
   start() {
+    this.#isWatched = true;
     this.stop();
     const look = async () => {
       const goesOn = !panel.classList.contains("open") || (await this.#look());
@@ -32,6 +34,11 @@ export class Fleet {
     };
     let timer = setTimeout(look);
     this.#timer = timer;
+  }
+
+  /** Look again, if that had begun. */
+  goOn() {
+    if (this.#isWatched) this.start();
   }
 
   stop() {

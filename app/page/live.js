@@ -17,7 +17,8 @@ const RETRY_MS = [500, 1000, 2000, 5000];
 
 const panel = document.querySelector("#live");
 
-/** Events: `turn` for every answer's first token, `engine` with the engine's state or "away", `key` when one is wanted. */
+/** Events: `turn` for every answer's first token, `engine` with the engine's state or "away", `key` when one is wanted, `fleet`
+ * while the server is one of a fleet's. */
 export class Live extends EventTarget {
   #turns = [];
   #before = null; // the state before this one
@@ -86,6 +87,7 @@ export class Live extends EventTarget {
 
   #show(state) {
     this.dispatchEvent(new CustomEvent("engine", { detail: state.engine }));
+    if (state.replica) this.dispatchEvent(new Event("fleet"));
     this.#noteMoves(state);
     this.#drawTiers(state);
     this.#drawSessions(state);

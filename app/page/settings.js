@@ -11,15 +11,12 @@ function fill(options) {
   for (const name of NUMBERS) element(name).value = options[name] ?? "";
 }
 
-/** The options as they are in the fields. One that is out of its range stays what it was before; an empty one is the
- * default, or not sent where a placeholder says so. */
-function read(before) {
+/** The options as they are in the fields. An empty one is not sent. */
+function read() {
   const options = { system: element("system").value };
   for (const name of NUMBERS) {
     const field = element(name);
-    if (!field.validity.valid) options[name] = before[name];
-    else if (field.value === "") options[name] = field.placeholder ? null : DEFAULTS[name];
-    else options[name] = field.valueAsNumber;
+    options[name] = field.value === "" ? null : field.valueAsNumber;
   }
   return options;
 }
@@ -32,13 +29,27 @@ function hint(sampling) {
   }
 }
 
-/** Resolves to the options when the dialog is closed. `sampling` is the model's own. */
+/** Say which number is not one that can be taken, and go there. Returns whether there is one. */
+function sayWrong() {
+  const wrong = NUMBERS.map(element).find((field) => !field.validity.valid);
+  element("settings-wrong").hidden = !wrong;
+  element("settings-wrong").textContent = wrong ? `${wrong.labels[0].textContent.trim()}: ${wrong.validationMessage}` : "";
+  wrong?.focus();
+  return Boolean(wrong);
+}
+
+/** Resolves to the options when the dialog is closed, or to null if it was cancelled. `sampling` is the model's own. */
 export function editOptions(options, sampling) {
   const dialog = element("settings");
   hint(sampling);
   fill(options);
+  element("settings-wrong").hidden = true;
   element("defaults").onclick = () => fill(DEFAULTS);
-  return closed(dialog, () => read(options));
+  element("cancel-settings").onclick = () => dialog.close("");
+  element("settings-form").onsubmit = (event) => {
+    if (event.submitter?.value === "done" && sayWrong()) event.preventDefault();
+  };
+  return closed(dialog, (answer) => (answer === "done" ? read() : null));
 }
 
 /** Resolves to whether the key has changed. */
@@ -74,7 +85,7 @@ function closed(dialog, result) {
       resolve(result(answer));
     };
     const { signal } = heard;
-    dialog.addEventListener("submit", (event) => settle(event.submitter?.value ?? ""), { signal });
+    dialog.addEventListener("submit", (event) => event.defaultPrevented || settle(event.submitter?.value ?? ""), { signal });
     dialog.addEventListener("cancel", () => settle(""), { signal });
     dialog.addEventListener("close", () => settle(dialog.returnValue), { signal });
   });

@@ -1,29 +1,88 @@
-// Conversations in the browser's storage, each under its session id. Other tabs' changes are heard of; where two tabs
+// Conversations in the browser's database, each under its session id. Other tabs' changes are heard of; where two tabs
 // wrote to one conversation at once, both are kept.
 
-const INDEX = "reprise.conversations";
-const ONE = "reprise.conversation.";
+import { open, result, transact } from "./database.js";
+import { chainOf, path } from "./message_tree.js";
+
 const LAST = "reprise.last";
+const FORMAT = 2; // 1: a plain list of messages, in localStorage
+const MAX_FOUND = 50;
+const OLD_INDEX = "reprise.conversations";
+const OLD = "reprise.conversation.";
+const OLD_MAX_TOKENS = 300; // what format 1 wrote down where nobody had chosen a limit
 
 export const DEFAULTS = {
-  system: "", temperature: null, top_p: null, top_k: null, max_tokens: 300, repetition_penalty: null, seed: null,
+  system: "", temperature: null, top_p: null, top_k: null, max_tokens: null, repetition_penalty: null, seed: null,
 };
 
-function read(key, otherwise) {
+const entries = new Map(); // id -> {id, title, updated}
+const unkept = new Map(); // id -> conversation, where the browser has no database for us
+const listeners = new Set();
+const channel = new BroadcastChannel("reprise.conversations");
+let database = null;
+let writing = Promise.resolve(); // one after the other
+
+/** Open the database and bring what earlier versions of the page kept into it. Before anything else is called. */
+export async function start() {
   try {
-    return JSON.parse(localStorage.getItem(key)) ?? otherwise;
-  } catch {
-    return otherwise; // damaged: as if it were not there
+    database = await open();
+    await bringOld().catch((error) => console.info("Older conversations stay where they are:", error));
+    const all = await inDatabase("readonly", (stores) => result(stores.entries.getAll()));
+    for (const entry of all) entries.set(entry.id, entry);
+  } catch (error) {
+    database = null;
+    console.info("Conversations are not kept:", error);
   }
+}
+
+/** As `transact`. A browser may close the database of a page that has slept; it is opened again. */
+async function inDatabase(mode, work) {
+  try {
+    return await transact(database, mode, work);
+  } catch (error) {
+    if (error.name !== "InvalidStateError") throw error;
+    database = await open();
+    return transact(database, mode, work);
+  }
+}
+
+async function bringOld() {
+  const keys = Object.keys(localStorage).filter((key) => key.startsWith(OLD));
+  const read = new Map(keys.map((key) => [key, readOld(localStorage.getItem(key))]).filter(([, conversation]) => conversation));
+  await inDatabase("readwrite", async (stores) => {
+    for (const conversation of read.values()) {
+      if (await result(stores.entries.getKey(conversation.id))) continue;
+      stores.conversations.put(conversation);
+      stores.entries.put(entryOf(conversation));
+    }
+  });
+  for (const key of [...read.keys(), OLD_INDEX]) localStorage.removeItem(key);
+}
+
+/** A conversation of format 1, or null if it is damaged. */
+function readOld(text) {
+  try {
+    const { id, title, updated, revision, options, messages } = JSON.parse(text);
+    const list = messages.map(({ role, content, report, stopped }) =>
+      role === "user" ? { role, content } : { role, content, thought: "", report, end: stopped ? "stopped" : "stop" });
+    if (options?.max_tokens === OLD_MAX_TOKENS) options.max_tokens = null;
+    return { format: FORMAT, id, title, updated, revision: revision ?? 1, options: { ...DEFAULTS, ...options }, ...chainOf(list) };
+  } catch {
+    return null;
+  }
+}
+
+function entryOf({ id, title, updated }) {
+  return { id, title, updated };
 }
 
 /** [{id, title, updated}], the newest first. */
 export function list() {
-  return read(INDEX, []).toSorted((a, b) => b.updated - a.updated);
+  return [...entries.values()].toSorted((a, b) => b.updated - a.updated);
 }
 
 export function create() {
-  return { id: newId(), title: "", updated: Date.now(), revision: 0, options: { ...DEFAULTS }, messages: [] };
+  return { format: FORMAT, id: newId(), title: "", updated: Date.now(), revision: 0, options: { ...DEFAULTS }, messages: [], head: null };
 }
 
 function newId() {
@@ -32,46 +91,152 @@ function newId() {
 }
 
 /** null where there is none of that id. */
-export function load(id) {
-  const found = read(ONE + id, null);
-  return found && { revision: 0, ...found, options: { ...DEFAULTS, ...found.options } };
+export async function load(id) {
+  if (!id) return null;
+  const found = database ? await inDatabase("readonly", (stores) => result(stores.conversations.get(id))) : unkept.get(id);
+  return found ? { ...found, options: { ...DEFAULTS, ...found.options } } : null;
 }
 
-/** "kept"; "full": the browser's storage is; or "branched": another tab has changed or deleted the conversation since it
- * was read here, so this is one of its own now. An answer that has no text yet is left out. */
+/** "kept"; "full": the browser's storage is; "unkept": it has none for us; or "branched": another tab has changed or
+ * deleted the conversation since it was read here, so this is one of its own now. */
 export function save(conversation) {
-  const stored = load(conversation.id);
-  const branched = (stored?.revision ?? 0) !== conversation.revision;
-  if (branched) conversation.id = newId();
-  const messages = conversation.messages.filter(({ role, content }) => role === "user" || content);
-  const first = messages.find((message) => message.role === "user")?.content ?? "";
+  return inTurn(() => write(conversation));
+}
+
+/** Keep what has come of an answer so far, for a tab that is closed in the middle. Other tabs do not hear of it, and a
+ * conversation that another tab has changed is left to `save`. */
+export function saveProgress(conversation) {
+  return inTurn(async () => {
+    if (!database) return;
+    await inDatabase("readwrite", async ({ conversations }) => {
+      const stored = await result(conversations.get(conversation.id));
+      if (stored?.revision === conversation.revision) conversations.put(conversation);
+    }).catch(() => {});
+  });
+}
+
+function inTurn(work) {
+  const done = writing.then(work);
+  writing = done.catch(() => {});
+  return done;
+}
+
+async function write(conversation) {
+  const before = { revision: conversation.revision, id: conversation.id, title: conversation.title };
+  const first = path(conversation).find(({ role }) => role === "user")?.content ?? "";
   conversation.title ||= first.trim().split("\n")[0].slice(0, 60);
   conversation.updated = Date.now();
-  const before = conversation.revision;
-  conversation.revision += 1;
-  const entry = { id: conversation.id, title: conversation.title, updated: conversation.updated };
+  let branched = false;
   try {
-    localStorage.setItem(ONE + conversation.id, JSON.stringify({ ...conversation, messages }));
-    localStorage.setItem(INDEX, JSON.stringify([entry, ...read(INDEX, []).filter((other) => other.id !== entry.id)]));
-    localStorage.setItem(LAST, conversation.id);
+    if (database) {
+      await inDatabase("readwrite", async (stores) => {
+        const stored = await result(stores.conversations.get(conversation.id));
+        branched = (stored?.revision ?? 0) !== conversation.revision;
+        if (branched) Object.assign(conversation, { id: newId(), title: `${conversation.title} (another tab's)` });
+        conversation.revision += 1;
+        stores.conversations.put(conversation);
+        stores.entries.put(entryOf(conversation));
+      });
+    } else unkept.set(conversation.id, conversation);
   } catch {
-    conversation.revision = load(conversation.id)?.revision ?? before;
+    Object.assign(conversation, before);
     return "full";
   }
+  entries.set(conversation.id, entryOf(conversation));
+  remember(conversation.id);
+  channel.postMessage({ id: conversation.id });
+  if (!database) return "unkept";
+  if (before.revision === 0) askToStay();
   return branched ? "branched" : "kept";
 }
 
+/** Without it a browser may clear what a site keeps when the disk is full. */
+function askToStay() {
+  navigator.storage?.persist?.().catch(() => {});
+}
+
+/** Keep conversations that come from elsewhere, all or none, and leave those alone that are here. Returns how many were
+ * added. Throws what the database does, such as when it is full. */
+export function adopt(conversations) {
+  return inTurn(async () => {
+    const fresh = [...new Map(conversations.map((one) => [one.id, one])).values()].filter(({ id }) => !entries.has(id));
+    if (database) {
+      await inDatabase("readwrite", (stores) => {
+        for (const conversation of fresh) {
+          stores.conversations.put(conversation);
+          stores.entries.put(entryOf(conversation));
+        }
+      });
+    } else for (const conversation of fresh) unkept.set(conversation.id, conversation);
+    for (const conversation of fresh) {
+      entries.set(conversation.id, entryOf(conversation));
+      channel.postMessage({ id: conversation.id });
+    }
+    return fresh.length;
+  });
+}
+
+/** Give a conversation another name. It is no change of what was said: no tab's own becomes another one by it. */
+export function rename(id, title) {
+  return inTurn(async () => {
+    const entry = entries.get(id);
+    if (!entry) return;
+    entry.title = title;
+    if (database) {
+      await inDatabase("readwrite", async (stores) => {
+        const stored = await result(stores.conversations.get(id));
+        if (!stored) return;
+        stores.conversations.put({ ...stored, title });
+        stores.entries.put(entryOf({ ...stored, title }));
+      });
+    }
+    channel.postMessage({ id });
+  });
+}
+
+/** The ids of conversations in which a text occurs, whatever its capitals; at most MAX_FOUND, the newest first. One after
+ * the other is read, so that memory holds only one, while `isWanted()`. */
+export async function search(text, isWanted) {
+  const wanted = text.toLowerCase();
+  const found = [];
+  for (const { id } of list()) {
+    if (found.length === MAX_FOUND || !isWanted()) break;
+    const conversation = await load(id);
+    if (conversation?.messages.some(({ content }) => content.toLowerCase().includes(wanted))) found.push(id);
+  }
+  return found;
+}
+
 export function remove(id) {
-  localStorage.removeItem(ONE + id);
-  localStorage.setItem(INDEX, JSON.stringify(read(INDEX, []).filter((entry) => entry.id !== id)));
+  return inTurn(async () => {
+    unkept.delete(id);
+    if (database) {
+      await inDatabase("readwrite", (stores) => {
+        stores.conversations.delete(id);
+        stores.entries.delete(id);
+      });
+    }
+    if (entries.delete(id)) channel.postMessage({ id });
+  });
+}
+
+function remember(id) {
+  try {
+    localStorage.setItem(LAST, id);
+  } catch {} // full: the page then opens with a new conversation
 }
 
 export const last = () => localStorage.getItem(LAST);
 
-/** Another tab has changed the list of conversations (null), or one of them (its id). */
+/** Another tab has changed or deleted a conversation: `listener(id)`. */
 export function onChange(listener) {
-  addEventListener("storage", ({ key }) => {
-    if (key === null || key === INDEX) listener(null);
-    else if (key.startsWith(ONE)) listener(key.slice(ONE.length));
-  });
+  listeners.add(listener);
 }
+
+channel.addEventListener("message", async ({ data: { id } }) => {
+  if (!database) return;
+  const entry = await inDatabase("readonly", (stores) => result(stores.entries.get(id))).catch(() => undefined);
+  if (entry) entries.set(id, entry);
+  else entries.delete(id);
+  for (const listener of listeners) listener(id);
+});

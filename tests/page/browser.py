@@ -37,10 +37,32 @@ def chromium() -> Iterator[Any]:
             browser.close()
 
 
+def composer(page: Any) -> Any:
+    """The field in which a message is written."""
+    return page.get_by_label("Message", exact=True)
+
+
+def open_live(page: Any) -> None:
+    """The live view is closed at first."""
+    toggle = page.get_by_role("button", name="Live view of the cache")
+    if toggle.get_attribute("aria-expanded") == "false":
+        toggle.click()
+
+
+def wait_until(page: Any, expression: str) -> None:
+    """Wait until a JavaScript expression is true. The page forbids Playwright's own wait, which evaluates strings
+    in the page."""
+    for _ in range(400):
+        if page.evaluate(expression):
+            return
+        page.wait_for_timeout(25)
+    raise AssertionError(expression)
+
+
 def send(page: Any, text: str, timeout_s: float = 60.0) -> Any:
     """Type a message, send it with Enter, and wait for the whole answer. Returns its element."""
     before = page.locator(ANSWERS).count()
-    page.get_by_label("Message", exact=True).fill(text)
+    composer(page).fill(text)
     page.keyboard.press("Enter")
     return answered(page, before + 1, timeout_s)
 

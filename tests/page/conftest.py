@@ -12,6 +12,14 @@ from tests.page.browser import chromium, executable
 from tests.page.served import Served, served
 
 AXE = "axe-core@4.14.1"  # MPL-2.0: fetched for the test, not kept in the repository
+FORGET = """() => {
+  localStorage.clear();
+  sessionStorage.clear();
+  return new Promise((done) => {
+    const asked = indexedDB.deleteDatabase("reprise");
+    asked.onsuccess = asked.onerror = done;
+  });
+}"""
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +60,7 @@ def page(tab: Any, server: Served) -> Iterator[Any]:
 
     tab.set_viewport_size({"width": 1280, "height": 800})
     tab.goto(server.url)
-    tab.evaluate("localStorage.clear(); sessionStorage.clear()")
+    tab.evaluate(FORGET)
     tab.on("pageerror", fail)
     tab.on("console", hear)
     tab.reload()

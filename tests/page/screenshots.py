@@ -14,7 +14,7 @@ from benchmarks.fleet.processes import fleet_processes
 from benchmarks.harness.result_files import ROOT
 from benchmarks.harness.servers import free_port, serve
 from reprise.model.directories import SMOLLM2
-from tests.page.browser import chromium, send
+from tests.page.browser import chromium, open_live, send
 
 DOCS = ROOT / "docs"
 TURNS = ["What is the capital of France?", "What is it famous for?", "Name one museum there.", "What can I see in it?"]
@@ -69,6 +69,7 @@ def fleet_picture() -> None:
     ):
         page = browser.new_context(viewport={"width": 1440, "height": 1180}, color_scheme="light").new_page()
         page.goto(fleet.gateway_url)
+        open_live(page)
         send(page, TURNS[0], timeout_s=300)
         threads = [threading.Thread(target=stream, args=(fleet.gateway_url, n)) for n in range(9)]
         for thread in threads:
@@ -92,6 +93,7 @@ def chat_pictures() -> None:
         page = context.new_page()
         with serve("page", own, port=port) as server:
             page.goto(server.url)
+            open_live(page)
             for text in TURNS[:3]:
                 send(page, text)
             page.wait_for_timeout(1500)
@@ -106,7 +108,7 @@ def chat_pictures() -> None:
             page.screenshot(path=DOCS / "page_dark.png")
             for thread in threads:
                 thread.join()
-            storage = context.storage_state()
+            storage = context.storage_state(indexed_db=True)
             phone = browser.new_context(
                 viewport={"width": 390, "height": 844}, device_scale_factor=2, has_touch=True, storage_state=storage
             )

@@ -78,6 +78,7 @@ async def _gateway(directory: Path, sections: dict[str, Any]) -> AsyncIterator[S
             state="ready",
             load=LOAD,
         )
+        app.live.replica = "a"
         whole.directory.beats["a"] = beat, 0.0
         await whole.refresh()
         yield ServedFleet(f"http://127.0.0.1:{whole.port}", app.engine, whole)

@@ -13,7 +13,7 @@ import pytest
 from reprise.fleet.gateway.metrics import Resumed
 from reprise.fleet.routing import STALE_S
 from tests.fleet.gateway.harness import LOAD
-from tests.page.browser import send
+from tests.page.browser import open_live, send
 from tests.page.served import ServedFleet, served, served_fleet
 
 pytestmark = pytest.mark.servers
@@ -54,6 +54,7 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedFleet]:
 
 
 def section(page: Any) -> Any:
+    open_live(page)
     found = page.get_by_role("region", name="The fleet")
     found.wait_for()
     return found
@@ -146,6 +147,7 @@ def test_it_is_reached_by_keyboard_on_a_narrow_screen(
 def test_a_server_alone_has_no_fleet(browser: Any, tmp_path: Path) -> None:
     with served(tmp_path) as server, page_of(browser, server.url) as page:
         page.locator('#server[data-state="ready"]').wait_for()
+        open_live(page)
         page.wait_for_timeout(1000)
         asked: list[str] = []
         page.on("request", lambda request: asked.append(request.url))

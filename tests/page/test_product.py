@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from benchmarks.harness.servers import free_port, serve
-from tests.page.browser import send
+from tests.page.browser import open_live, send
 
 pytestmark = pytest.mark.servers
 
@@ -47,5 +47,6 @@ def test_a_conversation_goes_on_after_a_restart_with_its_history_from_disk(brows
             for source in sources
         }
         assert sum(count for source, count in tokens.items() if source != "computed") > tokens["computed"]
+        open_live(page)
         page.get_by_role("row").filter(has_text="Hello! Do you like").wait_for()
     page.close()

@@ -1,0 +1,63 @@
+// The list beside the chat and the live view. On a narrow screen they lie over it, one at a time; on a wide one they stand
+// beside it, and whether they are open is kept.
+
+const KEPT = "reprise.panels";
+const AT_FIRST = { sidebar: true, live: false };
+
+const element = (id) => document.querySelector(`#${id}`);
+const TOGGLES = { sidebar: element("toggle-sidebar"), live: element("toggle-live") };
+
+export const NARROW = matchMedia("(max-width: 1099px)");
+
+const isOpen = (name) => TOGGLES[name].getAttribute("aria-expanded") === "true";
+
+/** `opened(name)` is called when one has been opened. */
+export class Panels {
+  #opened;
+
+  constructor(opened) {
+    this.#opened = opened;
+    for (const [name, toggle] of Object.entries(TOGGLES)) {
+      toggle.addEventListener("click", () => {
+        this.open(name, !isOpen(name));
+        if (!NARROW.matches) localStorage.setItem(KEPT, JSON.stringify({ sidebar: isOpen("sidebar"), live: isOpen("live") }));
+      });
+    }
+    NARROW.addEventListener("change", () => this.#layOut());
+    this.#layOut();
+  }
+
+  /** What a narrow panel covers cannot be reached meanwhile. */
+  open(name, open) {
+    for (const [other, toggle] of Object.entries(TOGGLES)) {
+      const willBe = other === name ? open : open && NARROW.matches ? false : isOpen(other);
+      toggle.setAttribute("aria-expanded", String(willBe));
+      element(other).classList.toggle("open", willBe);
+    }
+    const covered = NARROW.matches && document.querySelector(".panel.open") !== null;
+    element("main").inert = covered;
+    if (open) this.#opened(name);
+    if (covered && open) (element(name).querySelector("button") ?? element(name)).focus();
+  }
+
+  /** Uncover the chat on a narrow screen. */
+  close() {
+    const open = NARROW.matches && document.querySelector(".panel.open");
+    if (!open) return;
+    this.open(open.id, false);
+    TOGGLES[open.id].focus();
+  }
+
+  #layOut() {
+    const wanted = NARROW.matches ? { sidebar: false, live: false } : { ...AT_FIRST, ...kept() };
+    for (const [name, open] of Object.entries(wanted)) this.open(name, open);
+  }
+}
+
+function kept() {
+  try {
+    return JSON.parse(localStorage.getItem(KEPT));
+  } catch {
+    return null;
+  }
+}

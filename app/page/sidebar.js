@@ -1,0 +1,161 @@
+// The list of conversations: by day, searched, renamed, and one stop of the Tab key however many there are.
+
+import { h, icon } from "./dom.js";
+import * as store from "./store.js";
+
+const SEARCH_AFTER_MS = 200; // texts are looked through when the typing pauses
+const MAX_TITLE_CHARS = 200;
+
+const list = document.querySelector("#conversations");
+const search = document.querySelector("#search");
+
+/** Events: `open` with an id, `remove` and `rename` with an entry ({id, title}; `rename` with the new title). */
+export class Sidebar extends EventTarget {
+  #current = null; // the id of the conversation that is open
+  #running = [];
+  #drawn = ""; // what is on the page, to leave it alone while it is the same
+  #inTexts = []; // ids of those that the search found in what was said
+  #timer = null;
+  #query = "";
+
+  constructor() {
+    super();
+    search.addEventListener("input", () => this.#search());
+    search.addEventListener("keydown", (event) => {
+      if (event.key === "ArrowDown") this.#rows()[0]?.focus();
+      else if (event.key === "Enter") this.#rows()[0]?.click();
+      else if (event.key === "Escape" && search.value) {
+        event.stopPropagation();
+        search.value = "";
+        this.#search();
+      } else return;
+      event.preventDefault();
+    });
+    list.addEventListener("keydown", (event) => this.#press(event));
+  }
+
+  /** `running`: the ids of conversations in which an answer is written. */
+  draw(current, running = this.#running) {
+    this.#current = current;
+    this.#running = running;
+    if (list.querySelector("input")) return; // a name is being typed
+    const groups = this.#groups();
+    const state = JSON.stringify([current, running, groups]);
+    if (state === this.#drawn) return;
+    this.#drawn = state;
+    const focused = list.contains(document.activeElement) ? document.activeElement.closest("li")?.dataset.id : null;
+    list.replaceChildren(...groups.flatMap(([name, entries]) => [
+      h("h2", { class: "small muted" }, name),
+      h("ul", { "aria-label": name }, entries.map((entry) => this.#row(entry))),
+    ]));
+    if (!groups.length && this.#query) list.append(h("p", { class: "small muted" }, "None is found."));
+    const rows = this.#rows();
+    const stop = rows.find((row) => row.getAttribute("aria-current")) ?? rows[0];
+    if (stop) stop.tabIndex = 0;
+    if (focused) this.#rowOf(focused)?.focus();
+  }
+
+  /** Let a name be typed in the place of the one that there is. */
+  rename(id) {
+    const row = this.#rowOf(id);
+    if (!row) return;
+    const title = store.list().find((entry) => entry.id === id)?.title ?? "";
+    const field = h("input", { type: "text", value: title, maxLength: MAX_TITLE_CHARS, class: "rename", "aria-label": "Name of the conversation" });
+    let isClosed = false; // a field that is taken away loses the focus, which closes it too
+    const close = (keep) => {
+      if (isClosed) return;
+      isClosed = true;
+      const typed = field.value.trim();
+      field.replaceWith(row);
+      this.#drawn = "";
+      if (keep && typed && typed !== title) this.dispatchEvent(new CustomEvent("rename", { detail: { id, title: typed } }));
+      this.draw(this.#current);
+      this.#rowOf(id)?.focus();
+    };
+    field.addEventListener("keydown", (event) => {
+      event.stopPropagation();
+      if (event.key === "Enter" && !event.isComposing) {
+        event.preventDefault(); // else it would press the button that has the focus then
+        close(true);
+      } else if (event.key === "Escape") close(false);
+    });
+    row.replaceWith(field);
+    field.addEventListener("blur", () => close(true));
+    field.select();
+  }
+
+  #row({ id, title }) {
+    const tell = (type) => () => this.dispatchEvent(new CustomEvent(type, { detail: type === "open" ? id : { id, title } }));
+    const open = h("button", {
+      type: "button", class: "open", tabIndex: -1, title, "aria-current": id === this.#current ? "true" : undefined,
+      "aria-keyshortcuts": "F2 Delete", on: { click: tell("open") },
+    }, title || "Untitled", this.#running.includes(id) ? h("span", { class: "running" }, h("span", { class: "visually-hidden" }, ", an answer is written")) : null);
+    const small = (name, picture, done) =>
+      icon(h("button", { type: "button", class: "icon-button small", tabIndex: -1, "aria-label": `${name} “${title}”`, title: name, on: { click: done } }), picture);
+    const buttons = h("span", { class: "row-buttons" }, small("Rename", "edit", () => this.rename(id)), small("Delete", "trash", tell("remove")));
+    return h("li", { data: { id } }, open, buttons);
+  }
+
+  #rows() {
+    return [...list.querySelectorAll(".open")];
+  }
+
+  #rowOf(id) {
+    return this.#rows().find((row) => row.closest("li").dataset.id === id);
+  }
+
+  /** Arrows go through the list, and to the right to the buttons of a row. */
+  #press(event) {
+    const item = event.target.closest("li");
+    if (!item) return;
+    const rows = this.#rows();
+    const at = rows.indexOf(item.querySelector(".open"));
+    const buttons = [...item.querySelectorAll("button")];
+    const inRow = buttons.indexOf(event.target);
+    const to = {
+      ArrowDown: rows[at + 1], ArrowUp: rows[at - 1] ?? search, Home: rows[0], End: rows.at(-1),
+      ArrowRight: buttons[inRow + 1], ArrowLeft: buttons[inRow - 1],
+    }[event.key];
+    if (to) to.focus();
+    else if (event.key === "Delete") buttons.at(-1).click();
+    else if (event.key === "F2") this.rename(item.dataset.id);
+    else return;
+    event.preventDefault();
+    event.stopPropagation();
+    if (!to?.matches(".open")) return;
+    for (const row of rows) row.tabIndex = row === to ? 0 : -1;
+  }
+
+  #search() {
+    this.#query = search.value.trim().toLowerCase();
+    this.#inTexts = [];
+    clearTimeout(this.#timer);
+    if (this.#query) this.#timer = setTimeout(() => this.#searchTexts(this.#query), SEARCH_AFTER_MS);
+    this.draw(this.#current);
+  }
+
+  async #searchTexts(query) {
+    const found = await store.search(query, () => query === this.#query);
+    if (query !== this.#query) return;
+    this.#inTexts = found;
+    this.draw(this.#current);
+  }
+
+  /** [[name, entries]], without empty ones. */
+  #groups() {
+    const entries = store.list();
+    if (this.#query) {
+      const inTitles = entries.filter(({ title }) => title.toLowerCase().includes(this.#query));
+      const inTexts = entries.filter((entry) => this.#inTexts.includes(entry.id) && !inTitles.includes(entry));
+      return [["By name", inTitles], ["In what was said", inTexts]].filter(([, some]) => some.length);
+    }
+    const groups = Map.groupBy(entries, ({ updated }) => dayOf(updated));
+    return [...groups.entries()];
+  }
+}
+
+function dayOf(time) {
+  const midnight = new Date().setHours(0, 0, 0, 0);
+  if (time >= midnight) return "Today";
+  return time >= new Date(midnight).setDate(new Date(midnight).getDate() - 1) ? "Yesterday" : "Earlier";
+}

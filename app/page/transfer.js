@@ -1,0 +1,111 @@
+// Conversations as files: all of them as JSON, which another browser reads, and one of them as Markdown for people.
+
+import { path } from "./message_tree.js";
+import { SOURCES } from "./provenance.js";
+import * as store from "./store.js";
+
+const KIND = "reprise-conversations";
+const MAX_FILE_BYTES = 256 << 20;
+const MAX_CONVERSATIONS = 20_000;
+const MAX_MESSAGES = 20_000; // of one conversation
+const ID = /^[\w.:-]{1,100}$/;
+const TIMINGS = ["queue_ms", "load_ms", "prefill_ms", "tokens_per_s", "ttft_ms"];
+const ENDS = ["stop", "length", "stopped"];
+
+/** A Blob of all conversations. One after the other is read. */
+export async function allAsJson() {
+  const parts = [`{"kind": "${KIND}", "conversations": [\n`];
+  for (const [place, { id }] of store.list().entries()) {
+    const conversation = await store.load(id);
+    if (conversation) parts.push(place ? ",\n" : "", JSON.stringify(conversation));
+  }
+  parts.push("\n]}\n");
+  return new Blob(parts, { type: "application/json" });
+}
+
+/** What is shown of a conversation, without thoughts. */
+export function asMarkdown(conversation) {
+  const said = path(conversation).map(({ role, content }) => `## ${role === "user" ? "You" : "Answer"}\n\n${content}\n`);
+  return new Blob([`# ${conversation.title}\n\n${said.join("\n")}`], { type: "text/markdown" });
+}
+
+/** Let the browser keep a Blob as a file. */
+export function download(blob, name) {
+  const address = URL.createObjectURL(blob);
+  const link = document.createElement("a");
+  Object.assign(link, { href: address, download: name });
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(address), 10_000);
+}
+
+/** A name for a file out of a title. */
+export function fileName(title, ending) {
+  const name = title.replaceAll(/[^\p{L}\p{N} _-]+/gu, "").trim().slice(0, 60);
+  return `${name || "conversation"}.${ending}`;
+}
+
+/** Add the conversations of a file that are not here yet. Returns {added, known}. Throws Error with a sentence for people
+ * if the file is not one of ours; then nothing was added. */
+export async function importJson(file) {
+  if (file.size > MAX_FILE_BYTES) throw new Error("The file is larger than 256 MiB.");
+  let found;
+  try {
+    found = JSON.parse(await file.text());
+  } catch {
+    throw new Error("The file is not JSON.");
+  }
+  if (found?.kind !== KIND || !Array.isArray(found.conversations)) throw new Error("The file holds no conversations of this page.");
+  if (found.conversations.length > MAX_CONVERSATIONS) throw new Error(`The file holds more than ${MAX_CONVERSATIONS} conversations.`);
+  const read = found.conversations.map((one, place) => {
+    const conversation = conversationFrom(one);
+    if (!conversation) throw new Error(`Conversation ${place + 1} of the file is damaged.`);
+    return conversation;
+  });
+  const added = await store.adopt(read);
+  return { added, known: read.length - added };
+}
+
+/** A conversation of which every field is what it should be, or null. */
+function conversationFrom(one) {
+  if (!one || !ID.test(one.id) || !Array.isArray(one.messages) || one.messages.length > MAX_MESSAGES) return null;
+  const messages = one.messages.map(messageFrom);
+  if (!messages.length || messages.includes(null)) return null;
+  const ids = new Set();
+  for (const { id, parent } of messages) { // a parent comes before its children, so that nothing goes round in a circle
+    if (ids.has(id) || (parent !== null && !ids.has(parent))) return null;
+    ids.add(id);
+  }
+  return {
+    ...store.create(), id: one.id, title: text(one.title).slice(0, 200), updated: count(one.updated) ?? Date.now(), revision: 1,
+    options: optionsFrom(one.options), messages, head: ids.has(one.head) ? one.head : messages.at(-1).id,
+  };
+}
+
+function messageFrom(one) {
+  if (!one || !Number.isSafeInteger(one.id) || (one.parent !== null && !Number.isSafeInteger(one.parent)) || typeof one.content !== "string") return null;
+  const common = { id: one.id, parent: one.parent, role: one.role, content: one.content };
+  if (one.role === "user") return common;
+  if (one.role !== "assistant") return null;
+  return {
+    ...common, thought: text(one.thought), thought_ms: count(one.thought_ms), report: reportFrom(one.report),
+    end: ENDS.includes(one.end) ? one.end : null, limit: count(one.limit),
+  };
+}
+
+function optionsFrom(options) {
+  const numbers = Object.keys(store.DEFAULTS).filter((name) => name !== "system").map((name) => [name, count(options?.[name])]);
+  return { system: text(options?.system), ...Object.fromEntries(numbers) };
+}
+
+function reportFrom(report) {
+  if (!report?.tokens) return null;
+  return {
+    tokens: Object.fromEntries(SOURCES.map(({ key }) => [key, count(report.tokens[key]) ?? 0])),
+    ttft_ms: count(report.ttft_ms),
+    completion_tokens: count(report.completion_tokens),
+    timings: Object.fromEntries(TIMINGS.map((name) => [name, count(report.timings?.[name])])),
+  };
+}
+
+const text = (value) => (typeof value === "string" ? value : "");
+const count = (value) => (typeof value === "number" && Number.isFinite(value) && value >= 0 ? value : null);

@@ -1,0 +1,28 @@
+// The buttons under the list: conversations leave as files, and come back.
+
+import { allAsJson, asMarkdown, download, fileName, importJson } from "./transfer.js";
+
+const element = (id) => document.querySelector(`#${id}`);
+
+/** Make them work. `current()`: the conversation that is open. `done(problem)` is called after an import, with a sentence
+ * if it failed, else "". */
+export function listen({ current, done }) {
+  element("export").addEventListener("click", async () => download(await allAsJson(), "conversations.json"));
+  element("export-one").addEventListener("click", () => {
+    const conversation = current();
+    if (conversation.messages.length) download(asMarkdown(conversation), fileName(conversation.title, "md"));
+  });
+  element("import").addEventListener("click", () => element("import-file").click());
+  element("import-file").addEventListener("change", async () => {
+    const [file] = element("import-file").files;
+    element("import-file").value = ""; // so that the same file may be chosen again
+    if (!file) return;
+    try {
+      const { added, known } = await importJson(file);
+      element("list-status").textContent = `${added} added${known ? `, ${known} were here already` : ""}.`;
+      done("");
+    } catch (error) {
+      done(`Not imported: ${error.message}`);
+    }
+  });
+}
