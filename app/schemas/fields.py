@@ -80,6 +80,20 @@ def is_finite(value: object) -> bool:
     return not isinstance(value, int) or abs(value) < 1 << 63
 
 
+def plain_numbers(value: Any) -> Any:
+    """Return a decoded JSON value in which integers beyond 64 bits are floats, as many a JSON parser reads them: no
+    answer could hold the others. Raises PydanticCustomError for a number that is not finite."""
+    if isinstance(value, dict):
+        return {name: plain_numbers(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [plain_numbers(item) for item in value]
+    if type(value) is int and not -(1 << 63) <= value < 1 << 64:
+        value = float(value) if abs(value) < 1 << 1023 else math.inf
+    if isinstance(value, float) and not math.isfinite(value):
+        raise PydanticCustomError("json_schema", "Numbers must be finite")
+    return value
+
+
 def is_deeper(value: object, levels: int, *, but: Sequence[object] = ()) -> bool:
     """Return whether objects and lists are nested more than `levels` deep. Works level by level, without recursion.
     but: objects and lists inside of which nothing is counted."""
@@ -105,8 +119,7 @@ def too_deep_schema() -> PydanticCustomError:
 def _json_schema(value: dict[str, Any]) -> dict[str, Any]:
     if is_deeper(value, MAX_SCHEMA_DEPTH):  # first, because the other checks recurse
         raise too_deep_schema()
-    if not is_finite(value):
-        raise PydanticCustomError("json_schema", "Numbers must be finite and below 2^63")
+    value = plain_numbers(value)
     if len(msgspec.json.encode(value)) > MAX_SCHEMA_BYTES:
         raise PydanticCustomError("json_schema", "A schema has at most {size} bytes", {"size": MAX_SCHEMA_BYTES})
     return value
