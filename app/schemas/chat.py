@@ -15,6 +15,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from reprise.app.schemas.fields import (
+    BOUNDS,
     ELSEWHERE,
     Effort,
     GenerationRequest,
@@ -172,7 +173,7 @@ class ChatCompletionRequest(GenerationRequest):
     refused = frozenset(
         {"functions", "audio", "web_search_options", "echo", "prompt_logprobs", "use_beam_search"}
         | {"chat_template", "documents"}
-        | {"previous_response_id", "conversation", *ELSEWHERE}
+        | {"previous_response_id", "conversation", *BOUNDS, *ELSEWHERE}
     )
 
     messages: Messages

@@ -20,6 +20,23 @@ SESSION_ID = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9._:\-]{1,128}")
 SESSION_ID_RULE = "1 to 128 letters, digits, '.', '_', ':' or '-', and neither '.' nor '..'"
 ELSEWHERE = frozenset({"thread", "previous_interaction_id", "previous_message_id", "container"})
 """Fields that name a conversation or a place that another server keeps. A request without it would lose its context."""
+BOUNDS = frozenset(
+    {
+        "response_format",
+        "structured_outputs",
+        "output_config",
+        "output_format",
+        "format",
+        "json_schema",
+        "regex",
+        "ebnf",
+    }
+    | {"format", "grammar", "guided_choice", "guided_decoding", "guided_grammar", "guided_json", "guided_regex"}
+    | {"stop", "stop_sequences", "stop_token_ids", "bad_words", "allowed_token_ids"}
+    | {"max_tokens", "max_completion_tokens", "max_output_tokens"}
+)
+"""Fields by which APIs and servers bound what an answer may be, and where it ends. A program that sends one relies on
+it, so an endpoint that does not know it refuses the request."""
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 """The words for how much a model is to think, from the least to the most."""
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -151,7 +168,7 @@ class Part(BaseModel):
     @classmethod
     def _check_nothing_is_lost(cls, value: object) -> object:
         if isinstance(value, dict):
-            for name in cls.refused & value.keys():
+            for name in (cls.refused & value.keys()) - cls.model_fields.keys():
                 if value[name] not in (None, [], False):  # an empty object asks for the defaults
                     raise unsupported(name, f"'{name}' is")
             if not cls.may_be_marked and value.get("important") not in (None, False):
