@@ -20,7 +20,9 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 from reprise.app.http.bounded_server import BoundedServer
-from tests.app.fakes import events, make_settings, until
+from reprise.app.http.server import HttpServer
+from reprise.app.main import create_app
+from tests.app.fakes import FakeEngine, events, make_settings, until
 
 pytestmark = pytest.mark.servers
 
@@ -174,3 +176,17 @@ async def test_every_address_is_one_of_both_families(tmp_path, host, families):
     server.should_exit = True
     await asyncio.to_thread(thread.join, 20)
     assert answered == families
+
+
+async def test_a_server_ends_with_what_only_a_person_can_mend(tmp_path, model_dir):
+    """That may come after the model, such as the secret of another fleet."""
+    engine = FakeEngine(directory=model_dir)
+    app = create_app(make_settings(tmp_path, server={"port": 0}), engine=engine)
+    settings, ready, failed = make_settings(tmp_path, server={"port": 0}), threading.Event(), []
+    server = HttpServer(app, settings, on_ready=lambda model, url: ready.set(), on_failure=failed.append)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    assert await asyncio.to_thread(ready.wait, 20)
+    app.state.readiness.fail("another secret")
+    await asyncio.to_thread(thread.join, 20)
+    assert (failed, server.failure, thread.is_alive()) == (["another secret"], "another secret", False)
