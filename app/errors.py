@@ -303,7 +303,7 @@ def install_handlers(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
             # Routing names those of the first route alone, and HEAD is answered wherever GET is.
             allowed = sorted(methods | ({"HEAD"} if "GET" in methods else set()) | {"OPTIONS"})
             headers = {"allow": ", ".join(allowed)}
-            is_of_browser = "access-control-request-method" in request.headers  # of another site's page
+            is_of_browser = "access-control-request-method" in request.headers  # it asks for another site's page
             if request.method == "OPTIONS" and not is_of_browser:  # HAProxy asks so whether a server is there
                 return Response(status_code=204, headers=headers)
             message = f"Method {request.method[:20]} is not allowed for {request.url.path[:200]}."

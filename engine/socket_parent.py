@@ -4,7 +4,7 @@ import errno
 import os
 import tempfile
 
-MOST_BYTES = 77  # of the parent directory; then come /reprise-ranks-XXXXXXXX and /engine
+MOST_BYTES = 77  # in the path of their parent; names such as reprise-ranks-XXXXXXXX and engine follow
 _INSTEAD = "/tmp"
 
 

@@ -237,7 +237,7 @@ class ChatCompletionRequest(GenerationRequest):
             forms.append("response_format")
         if len(forms) > 1:
             raise PydanticCustomError("combination", "An answer can have only one format", {"param": forms[1]})
-        if forms and self.continue_final_message:  # the form would begin anew behind what the client has begun
+        if forms and self.continue_final_message:  # the form would begin anew after what the client has begun
             problem = "'{form}' applies to a whole answer, and 'continue_final_message' begins one"
             raise PydanticCustomError("combination", problem, {"param": forms[0], "form": forms[0]})
 
