@@ -4,7 +4,7 @@ import errno
 import os
 import tempfile
 
-MOST_BYTES = 77  # in the path of their parent; names such as reprise-ranks-XXXXXXXX and engine follow
+MOST_BYTES = 77  # 107 less those of reprise-ranks-XXXXXXXX/engine
 _INSTEAD = "/tmp"
 
 
