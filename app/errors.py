@@ -300,7 +300,12 @@ def install_handlers(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
         elif error.status_code == 405:
             found = [route for route in routes if route.matches(request.scope)[0] is not Match.NONE]
             methods = {method for route in found for method in getattr(route, "methods", ())}
-            headers = {"allow": ", ".join(sorted(methods))}  # routing names those of the first route alone
+            # Routing names those of the first route alone, and HEAD is answered wherever GET is.
+            allowed = sorted(methods | ({"HEAD"} if "GET" in methods else set()) | {"OPTIONS"})
+            headers = {"allow": ", ".join(allowed)}
+            is_of_browser = "access-control-request-method" in request.headers  # it asks for another site's page
+            if request.method == "OPTIONS" and not is_of_browser:  # HAProxy asks so whether a server is there
+                return Response(status_code=204, headers=headers)
             message = f"Method {request.method[:20]} is not allowed for {request.url.path[:200]}."
             api_error = ApiError(405, message, code="method_not_allowed", headers=headers)
         else:

@@ -448,7 +448,8 @@ def _port(settings: Settings) -> Iterator[Finding]:
             yield Finding("address", Level.OK, f"{host}, any free port")
             return
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.create_server(address[:2], family=family):
+        is_dual = address[0] == "::" and socket.has_dualstack_ipv6()
+        with socket.create_server(address[:2], family=family, dualstack_ipv6=is_dual):
             pass
         yield Finding("address", Level.OK, f"{host}:{port} is free")
     except OSError as error:

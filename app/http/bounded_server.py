@@ -45,7 +45,11 @@ class BoundedServer(uvicorn.Server):
         raise_file_limit(self._most_connections)
         host, port = self.config.host, self.config.port
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.create_server(address[:2], family=family, backlog=self.config.backlog) as listener:
+        # `::` means every address of this machine, of both families.
+        is_dual = address[0] == "::" and socket.has_dualstack_ipv6()
+        with socket.create_server(
+            address[:2], family=family, backlog=self.config.backlog, dualstack_ipv6=is_dual
+        ) as listener:
             self.run(sockets=[listener])
 
     @property

@@ -59,6 +59,8 @@ class HttpServer(BoundedServer):
             self.force_exit = self.should_exit = True
 
     async def on_tick(self, counter: int) -> bool:
+        if self._readiness.failure is not None:  # also one that comes after the model
+            self._fail(self._readiness.failure)
         if self._drain_started_s is not None:
             waited_s = time.monotonic() - self._drain_started_s
             if not self._service.generations or waited_s >= self._drain_s + LAST_WORDS_S:
@@ -77,8 +79,12 @@ class HttpServer(BoundedServer):
         try:
             self._on_ready(await self._readiness.wait_loaded(), url)
         except EngineFailed as error:
-            if self._drain_started_s is not None:
-                return  # told to stop while the model was loading: nothing has failed
-            self.failure = str(error)
-            self._on_failure(self.failure)
+            self._fail(str(error))
+
+    def _fail(self, problem: str) -> None:
+        """Say once why the server ends, and end it. A server that was told to stop while the model was loading has not
+        failed."""
+        if self.failure is None and self._drain_started_s is None:
+            self.failure = problem
+            self._on_failure(problem)
             self.should_exit = True

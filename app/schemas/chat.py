@@ -15,6 +15,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from reprise.app.schemas.fields import (
+    BOUNDS,
     ELSEWHERE,
     Effort,
     GenerationRequest,
@@ -172,7 +173,7 @@ class ChatCompletionRequest(GenerationRequest):
     refused = frozenset(
         {"functions", "audio", "web_search_options", "echo", "prompt_logprobs", "use_beam_search"}
         | {"chat_template", "documents"}
-        | {"previous_response_id", "conversation", *ELSEWHERE}
+        | {"previous_response_id", "conversation", *BOUNDS, *ELSEWHERE}
     )
 
     messages: Messages
@@ -236,6 +237,9 @@ class ChatCompletionRequest(GenerationRequest):
             forms.append("response_format")
         if len(forms) > 1:
             raise PydanticCustomError("combination", "An answer can have only one format", {"param": forms[1]})
+        if forms and self.continue_final_message:  # the form would begin anew after what the client has begun
+            problem = "'{form}' applies to a whole answer, and 'continue_final_message' begins one"
+            raise PydanticCustomError("combination", problem, {"param": forms[0], "form": forms[0]})
 
     def _check_tools(self) -> None:
         names = [tool.function.name for tool in self.tools or ()]

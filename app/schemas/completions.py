@@ -5,7 +5,7 @@ from typing import Annotated
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from reprise.app.schemas.fields import ELSEWHERE, GenerationRequest, TokenId
+from reprise.app.schemas.fields import BOUNDS, ELSEWHERE, GenerationRequest, TokenId
 
 MAX_PROMPTS = 256
 MAX_PROMPT_IDS = 1 << 21
@@ -25,9 +25,7 @@ def _prompts(value: object) -> object:
 class CompletionRequest(GenerationRequest):
     """POST /v1/completions. An explicit null means the default."""
 
-    refused = frozenset(
-        {"suffix", "prompt_logprobs", "use_beam_search", "prompt_embeds", "response_format", *ELSEWHERE}
-    )
+    refused = frozenset({"suffix", "prompt_logprobs", "use_beam_search", "prompt_embeds", *BOUNDS, *ELSEWHERE})
 
     prompt: Annotated[
         Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]

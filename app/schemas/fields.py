@@ -20,6 +20,23 @@ SESSION_ID = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9._:\-]{1,128}")
 SESSION_ID_RULE = "1 to 128 letters, digits, '.', '_', ':' or '-', and neither '.' nor '..'"
 ELSEWHERE = frozenset({"thread", "previous_interaction_id", "previous_message_id", "container"})
 """Fields that name a conversation or a place that another server keeps. A request without it would lose its context."""
+BOUNDS = frozenset(
+    {
+        "response_format",
+        "structured_outputs",
+        "output_config",
+        "output_format",
+        "format",
+        "json_schema",
+        "regex",
+        "ebnf",
+    }
+    | {"format", "grammar", "guided_choice", "guided_decoding", "guided_grammar", "guided_json", "guided_regex"}
+    | {"stop", "stop_sequences", "stop_token_ids", "bad_words", "allowed_token_ids"}
+    | {"max_tokens", "max_completion_tokens", "max_output_tokens"}
+)
+"""Fields by which APIs and servers bound what an answer may be, and where it ends. A program that sends one relies on
+it, so an endpoint that does not know it refuses the request."""
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 """The words for how much a model is to think, from the least to the most."""
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -80,6 +97,20 @@ def is_finite(value: object) -> bool:
     return not isinstance(value, int) or abs(value) < 1 << 63
 
 
+def plain_numbers(value: Any) -> Any:
+    """Return a decoded JSON value in which integers beyond 64 bits are floats, as many a JSON parser reads them: no
+    answer could hold the others. Raises PydanticCustomError for a number that is not finite."""
+    if isinstance(value, dict):
+        return {name: plain_numbers(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [plain_numbers(item) for item in value]
+    if type(value) is int and not -(1 << 63) <= value < 1 << 64:
+        value = float(value) if abs(value) < 1 << 1023 else math.inf
+    if isinstance(value, float) and not math.isfinite(value):
+        raise PydanticCustomError("json_schema", "Numbers must be finite")
+    return value
+
+
 def is_deeper(value: object, levels: int, *, but: Sequence[object] = ()) -> bool:
     """Return whether objects and lists are nested more than `levels` deep. Works level by level, without recursion.
     but: objects and lists inside of which nothing is counted."""
@@ -105,8 +136,7 @@ def too_deep_schema() -> PydanticCustomError:
 def _json_schema(value: dict[str, Any]) -> dict[str, Any]:
     if is_deeper(value, MAX_SCHEMA_DEPTH):  # first, because the other checks recurse
         raise too_deep_schema()
-    if not is_finite(value):
-        raise PydanticCustomError("json_schema", "Numbers must be finite and below 2^63")
+    value = plain_numbers(value)
     if len(msgspec.json.encode(value)) > MAX_SCHEMA_BYTES:
         raise PydanticCustomError("json_schema", "A schema has at most {size} bytes", {"size": MAX_SCHEMA_BYTES})
     return value
@@ -138,7 +168,7 @@ class Part(BaseModel):
     @classmethod
     def _check_nothing_is_lost(cls, value: object) -> object:
         if isinstance(value, dict):
-            for name in cls.refused & value.keys():
+            for name in (cls.refused & value.keys()) - cls.model_fields.keys():
                 if value[name] not in (None, [], False):  # an empty object asks for the defaults
                     raise unsupported(name, f"'{name}' is")
             if not cls.may_be_marked and value.get("important") not in (None, False):

@@ -7,6 +7,7 @@ from pydantic_core import PydanticCustomError
 
 from reprise.app.schemas.chat import MAX_MESSAGES, TemplateArgs
 from reprise.app.schemas.fields import (
+    BOUNDS,
     ELSEWHERE,
     MAX_TIMEOUT_S,
     MAX_TTFT_MS,
@@ -191,6 +192,8 @@ class CountTokensRequest(Part):
 
 class MessagesRequest(CountTokensRequest):
     """POST /v1/messages. An explicit null means the default."""
+
+    refused = CountTokensRequest.refused | BOUNDS
 
     max_tokens: int = Field(ge=1, le=1 << 31)
     stream: bool | None = None

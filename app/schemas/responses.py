@@ -7,6 +7,7 @@ from pydantic_core import PydanticCustomError
 
 from reprise.app.schemas.chat import MAX_MESSAGES, TemplateArgs
 from reprise.app.schemas.fields import (
+    BOUNDS,
     ELSEWHERE,
     MAX_TIMEOUT_S,
     MAX_TTFT_MS,
@@ -259,7 +260,7 @@ def _conversation(value: object) -> object:
 class ResponseRequest(Part):
     """POST /v1/responses. An explicit null means the default."""
 
-    refused = frozenset({"prompt", *ELSEWHERE})
+    refused = frozenset({"prompt", *BOUNDS, *ELSEWHERE})
 
     model: str | None = Field(None, min_length=1, max_length=512)
     input: Items | None = None

@@ -12,6 +12,7 @@ from reprise.app.schemas.fields import (
     Part,
     is_deeper,
     is_finite,
+    plain_numbers,
     too_deep_schema,
     unsupported,
 )
@@ -30,12 +31,6 @@ def _tool_name(value: str) -> str:
     return value
 
 
-def _tool_schema(value: dict[str, Any]) -> dict[str, Any]:
-    if not is_finite(value):
-        raise PydanticCustomError("json_schema", "Numbers must be finite and below 2^63")
-    return value
-
-
 def _arguments(value: object) -> object:
     """Convert arguments that are an object to its JSON."""
     return json.dumps(value, ensure_ascii=False) if isinstance(value, dict) and is_finite(value) else value
@@ -51,7 +46,7 @@ Arguments = Annotated[
     Field(max_length=MAX_ARGUMENT_CHARS),
 ]
 # Descriptions and schemas of tools are bounded by the body alone: those of a coding agent are long.
-ToolSchema = Annotated[dict[str, Any], AfterValidator(_tool_schema)]
+ToolSchema = Annotated[dict[str, Any], AfterValidator(plain_numbers)]
 
 
 class Function(Part):

@@ -62,13 +62,28 @@ def load_settings(*, flags: Mapping[str, str], environ: Mapping[str, str], confi
             raise SettingsError(f"unknown setting {name} ({origin}); {hint}")
     strongest_first = (_TextSource(flags, prefix="", delimiter="."), _TextSource(variables), toml)
     try:
-        return Settings(_build_sources=(strongest_first, {}))
+        settings = Settings(_build_sources=(strongest_first, {}))
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         name = ".".join(str(part) for part in first["loc"][:2])
         problem = describe(fields[name], first["type"], first["input"]) if name in fields else ""
         problem = problem or first["msg"].removeprefix("Value error, ")
         raise SettingsError(f"{name} ({origins[name]}): {problem}" if name in origins else problem) from None
+    _check_home(settings)
+    return settings
+
+
+def _check_home(settings: Settings) -> None:
+    """Raise SettingsError for a path below the home directory where this user has none, as in many containers."""
+    for name, _ in _all_settings():
+        section, _, key = name.partition(".")
+        value = getattr(getattr(settings, section), key)
+        if isinstance(value, Path):
+            try:
+                value.expanduser()
+            except RuntimeError:
+                problem = f"there is no home directory for {value}: set {name} ({variable_of(name)}), or HOME"
+                raise SettingsError(f"{name}: {problem}") from None
 
 
 def stray_variables(environ: Mapping[str, str]) -> Iterator[str]:

@@ -2,6 +2,7 @@
 checked here before a request is queued; the engine enforces them."""
 
 import asyncio
+import json
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -14,6 +15,7 @@ from reprise.app.schemas.chat import ChatCompletionRequest
 from reprise.app.schemas.tools import CustomFormat, Tool
 from reprise.app.text.answer_form import AnswerForm
 from reprise.app.text.families.lark import Lark, OfferedTool, TooLarge, json_rule, loosened, most_optional, quoted
+from reprise.app.text.lenient_schema import forgiven, has_inexact_number, without_unknown_formats
 from reprise.app.text.schema_references import longest_chain
 
 MAX_OPTIONAL = 480  # optional properties of an object; in JSON each takes 4 of the 2,000 items of llguidance's rows
@@ -57,17 +59,38 @@ def _checked_grammar(request: ChatCompletionRequest, form: AnswerForm) -> str:
     if any(longest_chain(schema) > MAX_CHAIN for schema in _schemas(request)):
         problem = f"references that lead through more than {MAX_CHAIN} definitions"
         raise invalid(f"Invalid '{param}': {problem}.", param, "invalid_schema")
-    try:
-        grammar = LLMatcher.grammar_from_lark(_our_grammar(request, form) if own is None else own)
-    except TooLarge:
-        grammar = None
+    grammar, problem = _compiled(
+        _our_grammar(request, form, forgive=False) if own is None else own, param, hide_place=own is None
+    )
+    if problem and own is None and _is_lenient_anywhere(request):
+        grammar, problem = _compiled(_our_grammar(request, form, forgive=True), param, hide_place=True)
+    if problem:
+        raise invalid(f"Invalid '{param}': {problem}.", param, "invalid_schema")
+    return grammar
+
+
+def _compiled(lark: str | None, param: str, *, hide_place: bool) -> tuple[str, str]:
+    """Return a grammar in llguidance's form, and what is wrong with it; "" if nothing is. lark: None for one that is
+    too large. Raises ApiError 400 for that."""
+    grammar = None if lark is None else LLMatcher.grammar_from_lark(lark)
     if grammar is None or len(grammar) > MAX_GRAMMAR_BYTES:
         raise invalid(f"Invalid '{param}': the schemas are too large together.", param, "invalid_schema")
     is_bad, problems = LLMatcher.validate_grammar_with_warnings(grammar, limits=_LIMITS)
-    if is_bad:
-        problem = _shown(str(problems[0]), hide_place=own is None) if problems else "it is not understood"
-        raise invalid(f"Invalid '{param}': {problem}.", param, "invalid_schema")
-    return str(grammar)
+    if not is_bad:
+        return str(grammar), ""
+    return str(grammar), _shown(str(problems[0]), hide_place=hide_place) if problems else "it is not understood"
+
+
+def _is_lenient_anywhere(request: ChatCompletionRequest) -> bool:
+    given = request.response_format
+    is_answer = given is not None and given.json_schema is not None and given.json_schema.strict is False
+    return is_answer or any(not tool.function.strict for tool in request.tools or ())
+
+
+def _can_be_enforced(schema: dict[str, Any]) -> bool:
+    grammar = LLMatcher.grammar_from_json_schema(json.dumps({**schema, "x-guidance": {"lenient": True}}))
+    is_bad, _ = LLMatcher.validate_grammar_with_warnings(grammar, limits=_LIMITS)
+    return not is_bad
 
 
 def _given_formats(request: ChatCompletionRequest) -> Iterator[tuple[str, CustomFormat]]:
@@ -103,8 +126,13 @@ def _schemas(request: ChatCompletionRequest) -> Iterator[dict[str, Any]]:
     yield from filter(None, answers)
 
 
-def _our_grammar(request: ChatCompletionRequest, form: AnswerForm) -> str:
-    wanted, calls = _wanted_answer(request), _call_rules(request, form)
+def _our_grammar(request: ChatCompletionRequest, form: AnswerForm, *, forgive: bool) -> str | None:
+    """Return the grammar in Lark; None for one that is too large. forgive: leave what cannot be enforced out of lenient
+    schemas."""
+    try:
+        wanted, calls = _wanted_answer(request, forgive=forgive), _call_rules(request, form, forgive=forgive)
+    except TooLarge:
+        return None
     answer = [] if wanted is None else [f"answer: {wanted()}"]
     names = [name for name, rules in (("answer", answer), ("calls", calls)) if rules]
     return "\n".join([f"start: {' | '.join(names)}", *answer, *calls])
@@ -140,7 +168,7 @@ def _own_grammar(request: ChatCompletionRequest) -> str | None:
     return request.guided_grammar or (outputs.grammar if outputs is not None else None)
 
 
-def _wanted_answer(request: ChatCompletionRequest) -> Callable[[], str] | None:
+def _wanted_answer(request: ChatCompletionRequest, *, forgive: bool = False) -> Callable[[], str] | None:
     """Return what writes the expression for an answer without calls; None if such an answer is free."""
     if _must_call(request):
         return None
@@ -156,7 +184,7 @@ def _wanted_answer(request: ChatCompletionRequest) -> Callable[[], str] | None:
         schema = _ANY_OBJECT if wanted is None or wanted.schema_ is None else wanted.schema_
         lenient = wanted is not None and wanted.strict is False
     if schema is not None:
-        return partial(_json_answer, schema, is_lenient=lenient, param=param_of(request))
+        return partial(_json_answer, schema, is_lenient=lenient, forgive=forgive, param=param_of(request))
     if regex is not None:
         return lambda: f"/{regex_to_lark(regex)}/"
     if choice is not None:
@@ -164,12 +192,12 @@ def _wanted_answer(request: ChatCompletionRequest) -> Callable[[], str] | None:
     return None
 
 
-def _call_rules(request: ChatCompletionRequest, form: AnswerForm) -> list[str]:
+def _call_rules(request: ChatCompletionRequest, form: AnswerForm, *, forgive: bool) -> list[str]:
     if not request.tools or (request.tool_choice is not None and request.tool_choice.type == "none"):
         return []
     allowed = request.tool_choice.names if request.tool_choice is not None else None
     tools = [
-        OfferedTool(tool.function.name, _parameters(tool), is_lenient=not tool.function.strict)
+        OfferedTool(tool.function.name, _parameters(tool, forgive=forgive), is_lenient=not tool.function.strict)
         for tool in request.tools
         if allowed is None or tool.function.name in allowed
     ]
@@ -178,7 +206,8 @@ def _call_rules(request: ChatCompletionRequest, form: AnswerForm) -> list[str]:
     return [f"calls: {calls}", *lark.rules]
 
 
-def _json_answer(schema: dict[str, Any], *, is_lenient: bool, param: str) -> str:
+def _json_answer(schema: dict[str, Any], *, is_lenient: bool, forgive: bool, param: str) -> str:
+    schema = _enforceable(schema, is_lenient=is_lenient, forgive=forgive, param=param)
     if most_optional(schema) > MAX_OPTIONAL:
         if not is_lenient:
             raise _too_many_optional(param)
@@ -186,16 +215,33 @@ def _json_answer(schema: dict[str, Any], *, is_lenient: bool, param: str) -> str
     return json_rule(schema, is_lenient=is_lenient)
 
 
+def _enforceable(schema: dict[str, Any], *, is_lenient: bool, forgive: bool, param: str) -> dict[str, Any]:
+    """Return a schema without formats that nobody can enforce, and of a lenient one, if asked for or if a number would
+    be rounded, what can be enforced. Raises ApiError 400 for a strict one whose numbers would be rounded."""
+    schema = without_unknown_formats(schema)
+    is_inexact = has_inexact_number(schema)
+    if is_lenient:
+        return forgiven(schema, _can_be_enforced) if forgive or is_inexact else schema
+    if is_inexact:
+        problem = "a number beyond 2^53 that answers would be compared with, which cannot be kept exactly"
+        raise invalid(f"Invalid '{param}': {problem}.", param, "invalid_schema")
+    return schema
+
+
 def _too_many_optional(param: str, of_tool: str = "") -> ApiError:
     problem = f"{of_tool}an object with more than {MAX_OPTIONAL} optional properties"
     return invalid(f"Invalid '{param}': {problem}, which cannot be enforced.", param, "invalid_schema")
 
 
-def _parameters(tool: Tool) -> dict[str, Any]:
+def _parameters(tool: Tool, *, forgive: bool) -> dict[str, Any]:
     """Return the schema of a tool's arguments, which are an object even if the schema does not say so."""
     schema = tool.function.parameters
     if not schema:
         return _NO_ARGUMENTS
+    is_lenient = not tool.function.strict
+    if is_lenient and (schema.get("type", "object") is None or isinstance(schema.get("type"), list)):
+        schema = {**schema, "type": "object"}
+    schema = _enforceable(schema, is_lenient=is_lenient, forgive=forgive, param="tools")
     if most_optional(schema) > MAX_OPTIONAL:
         if tool.function.strict:
             raise _too_many_optional("tools", f"'{tool.function.name}' has ")

@@ -73,17 +73,22 @@ class Readiness:
             self.model = msgspec.structs.replace(model, warnings=(*model.warnings, *problems))
             self.loaded_s = int(time.time())
         except (EngineFailed, TokenizerError) as error:
-            self.failure = str(error)  # `wait_loaded` raises it
+            self.failure = self.failure or str(error)  # `wait_loaded` raises it
         except Exception:
-            self.failure = "the model could not be set up; the log has the reason"
+            self.failure = self.failure or "the model could not be set up; the log has the reason"
             log.exception("setting up the model failed")
         finally:
             self._loaded.set()
 
+    def fail(self, problem: str) -> None:
+        """Take no requests any more, for a reason that only a person can mend: the server ends with it."""
+        self.failure = problem
+        self._loaded.set()
+
     async def wait_loaded(self) -> ModelInfo:
         """Wait for the model. Raises EngineFailed if it cannot be served."""
         await self._loaded.wait()
-        if self.model is None:
+        if self.model is None or self.failure is not None:
             raise EngineFailed(self.failure or "the engine failed")
         return self.model
 

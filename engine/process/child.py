@@ -20,6 +20,7 @@ from reprise.engine.config import EngineConfig
 from reprise.engine.lifeline import FRAME_LENGTH
 from reprise.engine.messages import WIRE_VERSION, Launch, ToEngine, encode
 from reprise.engine.process.loop import HIGH_WATER_MARK
+from reprise.engine.socket_parent import socket_parent
 
 TAIL_LINES = 50
 TAIL_CHARS = 16_384
@@ -103,7 +104,7 @@ class EngineChild(asyncio.SubprocessProtocol):
         loop = asyncio.get_running_loop()
         # The directory has mode 0700, so that no other user can speak to the engine. It is a new one each time, so that
         # a restarted engine never sees what was meant for the one before.
-        directory = tempfile.TemporaryDirectory(prefix="reprise-", ignore_cleanup_errors=True)
+        directory = tempfile.TemporaryDirectory(prefix="reprise-", dir=socket_parent(), ignore_cleanup_errors=True)
         endpoint = f"ipc://{directory.name}/engine"
         socket = context.socket(zmq.PAIR)
         try:

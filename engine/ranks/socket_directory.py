@@ -7,6 +7,8 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from reprise.engine.socket_parent import socket_parent
+
 PREFIX = "reprise-ranks-"
 
 
@@ -15,7 +17,7 @@ class SocketDirectory:
 
     def __init__(self) -> None:
         while True:
-            self.path = Path(tempfile.mkdtemp(prefix=PREFIX))
+            self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=socket_parent()))
             with contextlib.suppress(FileNotFoundError):
                 self._fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
                 fcntl.flock(self._fd, fcntl.LOCK_EX)
@@ -31,7 +33,7 @@ class SocketDirectory:
 
 def remove_abandoned() -> None:
     """Remove this user's directories that no process has locked, as a killed engine leaves them."""
-    for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+    for path in Path(socket_parent()).glob(f"{PREFIX}*"):
         try:
             fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError:  # another user's, or removed since

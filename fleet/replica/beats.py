@@ -54,7 +54,8 @@ class Beats:
         self._following: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
-        """Send beats (reports to the directory) until cancelled. The work that an answer of the directory asks for is
+        """Send beats (reports to the directory) until cancelled, or until the directory turns out to be another fleet's
+        before this server has joined, which fails the server. The work that an answer of the directory asks for is
         done while later beats are sent: it may have to wait for a turn, and a gateway gives up a replica whose beats
         are late."""
         started_s = self._clock()
@@ -63,6 +64,10 @@ class Beats:
                 heard = await self._say_alive()
                 if self._following is None or self._following.done():
                     self._following = self._background.spawn(self._follow_up(heard))
+            except Foreign as error:
+                if self._readiness.joining:  # it would be no part of the fleet, and nobody would see why
+                    self._readiness.fail(str(error))
+                    return
             except DirectoryUnavailable as error:
                 log.debug("no beat: %s", error)
                 if self._readiness.joining and self._clock() - started_s > JOIN_S:

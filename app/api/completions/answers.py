@@ -7,6 +7,7 @@ from reprise.app.api.chat.answers import merged_ours, usage_of
 from reprise.app.errors import ApiError
 from reprise.app.http.event_stream import DONE, PING, event
 from reprise.app.schemas.completions import CompletionRequest
+from reprise.app.text.token_offsets import TokenOffsets
 from reprise.app.turn.answer import Delta
 from reprise.app.turn.many_prompts import ManyPrompts
 from reprise.app.turn.prepare import Prompt
@@ -36,7 +37,7 @@ class CompletionFrames:
             (prompt, choice) for prompt, generation in zip(prompts, self._generations, strict=True)
             for choice in generation.choices
         ]  # fmt: skip
-        self._lengths = [0] * len(self._choices)  # characters said so far
+        self._offsets = [TokenOffsets() for _ in self._choices]
         self._unfinished = len(self._choices)
 
     def answer(self, logprobs: dict[int, list[Entry]]) -> dict[str, Any]:
@@ -47,12 +48,12 @@ class CompletionFrames:
 
     def _choice(self, index: int, entries: list[Entry] | None) -> dict[str, Any]:
         prompt, choice = self._choices[index]
-        text = "" if self._hides_answer else choice.text
+        text = self._echoed(prompt) + ("" if self._hides_answer else choice.text)
         shown = self._with_prompt(index, prompt, entries) if entries is not None else None
         return {
             "index": index,
-            "text": self._echoed(prompt) + text,
-            "logprobs": None if shown is None else _logprobs(shown, 0),
+            "text": text,
+            "logprobs": None if shown is None else _logprobs(shown, text, self._offsets[index]),
             "finish_reason": "length" if self._hides_answer else choice.finish_reason,
         }
 
@@ -99,8 +100,10 @@ class CompletionFrames:
         return b"data: " + error.body() + b"\n\n"
 
     def _chunk(self, index: int, text: str, entries: list[Entry] | None, reason: str | None) -> bytes:
-        logprobs = None if entries is None else _logprobs(list(entries), self._lengths[index])
-        self._lengths[index] += len(text)
+        offsets = self._offsets[index]
+        if entries is None:
+            offsets.next(text, [])
+        logprobs = None if entries is None else _logprobs(list(entries), text, offsets)
         choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
         more: dict[str, Any] = {"usage": None} if self._request.include_usage else {}
         if reason is not None and self._unfinished == 0 and not self._request.include_usage:
@@ -111,22 +114,22 @@ class CompletionFrames:
         return usage_of(self._generations, generated=0 if self._hides_answer else None)
 
 
-def _logprobs(entries: list[Entry], offset: int) -> dict[str, Any]:
-    """Return log-probabilities in OpenAI's older form. `offset`: characters of text before these tokens."""
-    tokens, offsets = [], []
+def _logprobs(entries: list[Entry], text: str, offsets: TokenOffsets) -> dict[str, Any]:
+    """Return log-probabilities in OpenAI's older form. text: what comes with these tokens. offsets: of the choice, told
+    of all text and tokens before them."""
+    tokens = []
     values: list[float | None] = []
     tops: list[dict[str, float] | None] = []
     for entry in entries:
         tokens.append(_name(entry))
-        offsets.append(offset)
-        offset += len(entry["token"])
         values.append(entry["logprob"])
         if entry["logprob"] is None:
             tops.append(None)
         else:
             # As in OpenAI's answers, the chosen token is always listed too.
             tops.append({_name(other): other["logprob"] for other in (*entry["top_logprobs"], entry)})
-    return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
+    places = offsets.next(text, [bytes(entry["bytes"]) for entry in entries])
+    return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": places}
 
 
 def _name(entry: Entry) -> str:

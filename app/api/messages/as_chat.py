@@ -102,7 +102,7 @@ def _messages(message: MessageParam, seal: ThoughtSeal, losses: Losses) -> list[
             ]
         return [said]
     results = [
-        {"role": "tool", "tool_call_id": block.tool_use_id, "content": _joined(block.content or [])}
+        {"role": "tool", "tool_call_id": block.tool_use_id, "content": _result(block)}
         for block in message.content
         if isinstance(block, ToolResultBlock)
     ]
@@ -120,6 +120,12 @@ def _thought(block: ThinkingBlock | RedactedThinkingBlock, seal: ThoughtSeal, lo
     if thought is None:
         losses.add("messages", block.type)
     return thought or ""
+
+
+def _result(block: ToolResultBlock) -> str:
+    """Return the text of a tool's result. Templates know no failed calls, so the text says it."""
+    text = _joined(block.content or [])
+    return f"Error: {text}" if block.is_error and not text.lower().startswith("error") else text
 
 
 def _joined(blocks: list[TextBlock]) -> str:

@@ -61,11 +61,12 @@ def _maker(item: object) -> object:
 
 
 def _referenced(item: object) -> object:
-    """Return an item of which there is only the id as a reference, whose type may be left out."""
-    if not isinstance(item, dict) or item.get("type") is not None or not isinstance(item.get("id"), str):
+    """Return an item of which there is only the id as a reference, whose type may be left out, or null."""
+    if not isinstance(item, dict) or item.get("type") is not None:
         return item
-    is_message = "role" in item or "content" in item
-    return item if is_message else {"type": "item_reference", "id": item["id"]}
+    if "role" in item or "content" in item or not isinstance(item.get("id"), str):
+        return {name: value for name, value in item.items() if name != "type"}
+    return {"type": "item_reference", "id": item["id"]}
 
 
 def _taken(item: Item, kind: str, losses: Losses, *, is_asked: bool) -> Item:

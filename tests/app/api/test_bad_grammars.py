@@ -37,8 +37,9 @@ async def test_a_custom_tools_grammar_is_read_before_the_answer(running: Running
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_schema_of_messages_is_read_before_the_answer(running: Running, stream: bool):
     schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": "(a"}}}
-    body = {"max_tokens": 9, "messages": HELLO, "tools": [{"name": "p", "input_schema": schema}], "stream": stream}
-    refused = await running.http.post("/v1/messages", json={**body, "tool_choice": {"type": "any"}})
+    body = {"max_tokens": 9, "messages": HELLO, "stream": stream}
+    form = {"type": "json_schema", "schema": schema}
+    refused = await running.http.post("/v1/messages", json={**body, "output_config": {"format": form}})
     assert (refused.status_code, refused.json()["error"]["type"]) == (400, "invalid_request_error")
     assert "unclosed group" in refused.json()["error"]["message"]
     assert not running.engine.submitted

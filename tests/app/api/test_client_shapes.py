@@ -170,7 +170,8 @@ async def test_odd_contents_end_no_conversation(running: Running, path: str) -> 
     past = [{"role": "user", "content": ["one", {"type": "text"}, None]}, {"role": "assistant", "content": ["two"]}]
 
     async def asked(*content: Any) -> Any:
-        body = {field: [*past, {"role": "user", "content": list(content)}], "max_tokens": 5, "model": "test-model"}
+        body = {field: [*past, {"role": "user", "content": list(content)}], "model": "test-model"}
+        body["max_output_tokens" if field == "input" else "max_tokens"] = 5
         return await running.http.post(path, json=body)
 
     response = await asked("three")

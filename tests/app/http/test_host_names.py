@@ -15,6 +15,8 @@ from tests.app.fakes import FakeEngine, in_process, make_settings
         ("192.168.1.7", True), ("", True), ("app.localhost:80", True), ("llm.example.org:8000", True), ("llm", True),
         ("evil.example:8000", False), ("127.0.0.1.evil.example", False), ("localhost.evil.example", False),
         ("evil.example.", False), ("llm.example.org.evil", False), ("::1", True), ("1.2.3", False),
+        ("host.docker.internal:8471", True), ("box.lan", True), ("box.local:80", True), ("nas.home.arpa", True),
+        ("x.test", True), ("internal.example", False), ("box.lan.example", False), ("evil.international", False),
     ],
 )  # fmt: skip
 def test_a_name_of_the_internet_is_not_ours(host: str, ours: bool) -> None:

@@ -57,3 +57,13 @@ async def test_no_spelling_gets_around_the_keys(engine: FakeEngine, tmp_path):
 async def test_a_client_may_look_whether_the_server_is_there(running: Running, path):
     seen, asked = await running.http.get(path), await running.http.head(path)
     assert (asked.status_code, asked.headers["content-length"]) == (200, seen.headers["content-length"])
+
+
+@pytest.mark.parametrize(
+    ("path", "allowed"), [("/health", "GET, HEAD, OPTIONS"), ("/v1/chat/completions", "OPTIONS, POST")]
+)
+async def test_a_client_may_ask_for_the_methods(running: Running, path, allowed):
+    asked = await running.http.options(path)
+    assert (asked.status_code, asked.headers["allow"], asked.content) == (204, allowed, b"")
+    assert (await running.http.options("/v1/nothing")).status_code == 404
+    assert (await running.http.put(path)).status_code == 405

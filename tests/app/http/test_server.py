@@ -5,7 +5,9 @@ import collections
 import contextlib
 import resource
 import signal
+import socket
 import sys
+import threading
 import time
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator
@@ -13,8 +15,14 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.applications import Starlette
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route
 
-from tests.app.fakes import events
+from reprise.app.http.bounded_server import BoundedServer
+from reprise.app.http.server import HttpServer
+from reprise.app.main import create_app
+from tests.app.fakes import FakeEngine, events, make_settings, until
 
 pytestmark = pytest.mark.servers
 
@@ -148,3 +156,37 @@ async def test_a_third_signal_leaves_at_once(tmp_path, model_dir):
         assert (await process.stdout.read()).decode().startswith("forced")
         with contextlib.suppress(httpx.HTTPError):
             await reading
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6 here")
+@pytest.mark.parametrize(
+    ("host", "families"), [("::", {"127.0.0.1", "[::1]"}), ("::1", {"[::1]"}), ("127.0.0.1", {"127.0.0.1"})]
+)
+async def test_every_address_is_one_of_both_families(tmp_path, host, families):
+    settings = make_settings(tmp_path, server={"host": host, "port": 0, "allow_unauthenticated": True})
+    server = BoundedServer(Starlette(routes=[Route("/health", lambda request: PlainTextResponse("ok"))]), settings)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    await until(lambda: server.started, timeout_s=20)
+    port, answered = server.url.rpartition(":")[2], set()
+    async with httpx.AsyncClient(trust_env=False) as client:
+        for address in ("127.0.0.1", "[::1]"):
+            with contextlib.suppress(httpx.ConnectError):
+                answered |= {address} if (await client.get(f"http://{address}:{port}/health")).text == "ok" else set()
+    server.should_exit = True
+    await asyncio.to_thread(thread.join, 20)
+    assert answered == families
+
+
+async def test_a_server_ends_with_what_only_a_person_can_mend(tmp_path, model_dir):
+    """That may come after the model, such as the secret of another fleet."""
+    engine = FakeEngine(directory=model_dir)
+    app = create_app(make_settings(tmp_path, server={"port": 0}), engine=engine)
+    settings, ready, failed = make_settings(tmp_path, server={"port": 0}), threading.Event(), []
+    server = HttpServer(app, settings, on_ready=lambda model, url: ready.set(), on_failure=failed.append)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    assert await asyncio.to_thread(ready.wait, 20)
+    app.state.readiness.fail("another secret")
+    await asyncio.to_thread(thread.join, 20)
+    assert (failed, server.failure, thread.is_alive()) == (["another secret"], "another secret", False)

@@ -108,6 +108,10 @@ BAD = [
     {"continue_final_message": True},
     {"continue_final_message": True, "messages": [{"role": "assistant", "content": "x"}]},
     {"continue_final_message": True, "add_generation_prompt": True, "messages": [*HELLO, ASSISTANT]},
+    *(
+        {"continue_final_message": True, "add_generation_prompt": False, "messages": [*HELLO, ASSISTANT], **form}
+        for form in ({"response_format": {"type": "json_object"}}, {"guided_choice": ["a"]}, {"guided_regex": "a"})
+    ),
     {"messages": [{"role": "user", "content": "x", "tool_calls": [CALL]}]},
     {"messages": [{"role": "user", "content": "x", "tool_call_id": "1"}]},
     {"messages": [{**ASSISTANT, "tool_calls": [{"id": "1"}]}]},

@@ -85,6 +85,23 @@ def test_a_bad_setting_is_named_with_its_source_and_what_is_allowed(flags, envir
     assert [part for part in says if part not in str(error.value)] == []
 
 
+def test_a_user_without_a_home_is_told_what_to_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """OpenShift and systemd's DynamicUser run programs as a user that no file lists."""
+
+    def nobody(self: Path) -> Path:
+        if str(self).startswith("~"):
+            raise RuntimeError("Could not determine home directory.")
+        return self
+
+    monkeypatch.setattr(Path, "expanduser", nobody)
+    with pytest.raises(SettingsError, match=r"cache\.disk_dir.*REPRISE_CACHE__DISK_DIR.*HOME"):
+        load_settings(flags={}, environ={}, config=None)
+    assert load_settings(flags={"cache.disk_dir": str(tmp_path)}, environ={}, config=None).state_dir == tmp_path
+    flags = {"cache.disk_dir": str(tmp_path), "server.keys_file": "~/keys"}
+    with pytest.raises(SettingsError, match=r"server\.keys_file"):
+        load_settings(flags=flags, environ={}, config=None)
+
+
 @pytest.mark.parametrize(
     ("text", "size"), [(None, None), ("auto", None), ("0", 0), ("0.5", 1 << 29), ("3", 3 << 30), ("0.0", 0)]
 )

@@ -13,6 +13,7 @@ from reprise.app.text.families.detect import Found
 from reprise.app.text.families.lark import Lark
 from reprise.app.text.families.table import FAMILIES
 from reprise.app.text.grammars import grammar_of
+from reprise.app.text.lenient_schema import KNOWN_FORMATS
 from reprise.engine.step.grammar import GrammarCompiler
 from tests.app.text.families.samples import SAMPLES, tokenizer_for, written
 
@@ -177,6 +178,96 @@ async def test_only_a_grammar_of_the_clients_own_is_pointed_into(fields, message
 async def test_a_lenient_schema_keeps_to_what_can_be_enforced(tokenizer):
     grammar = await grammar_of(request(**schema({**SCHEMA, "not": {}}, strict=False)), NO_FORM)
     assert takes(grammar, tokenizer, '{"a": 1}')
+
+
+DECIMAL = {"anyOf": [{"type": "number"}, {"type": "string", "pattern": r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"}]}
+UNENFORCEABLE = [
+    (DECIMAL, "1.5", None),
+    ({"type": "string", "pattern": r"(a)\1"}, '"x"', "1"),
+    ({"type": "string", "pattern": r"\cA"}, '"x"', "1"),
+    ({"type": "string", "minLength": 2, "pattern": r"(?<!a)"}, '"xy"', '"x"'),
+    ({"type": "object", "patternProperties": {"(?=a)": {"type": "integer"}}}, '{"b": "c"}', "1"),
+    (
+        {"type": "object", "patternProperties": {"(?=a)": {}}, "additionalProperties": False, "properties": {"k": {}}},
+        '{"k": 1, "b": "c"}', "1",
+    ),
+    ({"$ref": "#/$defs/nothing"}, "[1]", None),
+    ({"$ref": "http://elsewhere/schema"}, "[1]", None),
+    ({"$ref": "#anchor"}, "[1]", None),
+    ({"type": "str"}, "[1]", None),
+    ({"type": ["string", "str"]}, "[1]", None),
+    ({"type": "number", "maximum": 1.7976931348623157e308}, "5", '"x"'),
+    ({"type": "integer", "minimum": -(1 << 63)}, "-5", '"x"'),
+    ({"type": "integer", "minimum": 0, "maximum": (1 << 64) - 1}, "5", "-5"),
+    ({"type": "integer", "minimum": 0, "maximum": 10**30}, "5", "-5"),
+    ({"const": 1234567890123456789}, "1234567890123456789", None),
+    ({"type": "object", "required": None}, "{}", "1"),
+    ({"type": "object", "required": "a", "properties": {"a": {"type": "integer"}}}, '{"a": 1}', '{"a": "b"}'),
+    ({"type": "object", "additionalProperties": None}, '{"a": 1}', "1"),
+    ({"type": "object", "properties": None}, '{"a": 1}', "1"),
+    ({"type": "array", "items": None, "minItems": 1}, '["a"]', "[]"),
+    ({"type": "array", "minItems": 2.5, "items": {"type": "integer"}}, "[1]", '["a"]'),
+    ({"type": None, "enum": ["a", "b"]}, '"a"', '"c"'),
+    ({"type": "string", "enum": None}, '"a"', "1"),
+    ({"anyOf": None, "type": "string"}, '"a"', "1"),
+    ({"anyOf": []}, "1", None),
+    ({"type": "number", "multipleOf": 0}, "1", '"a"'),
+    ({"type": "string", "maxLength": "5"}, '"abcdefg"', "1"),
+    ({"type": "string", "format": "idn-email"}, '"a"', "1"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("value", "good", "bad"), UNENFORCEABLE)
+async def test_what_a_lenient_schema_says_else_is_followed(tokenizer, value, good, bad):
+    """Only what cannot be enforced is left out, where it stands: in answers, and in arguments of calls."""
+    whole = {"type": "object", "properties": {"v": value, "n": {"type": "integer"}}, "required": ["v", "n"]}
+    answer = await grammar_of(request(**schema(whole, strict=False)), NO_FORM)
+    tools = [{"type": "function", "function": {"name": "get", "parameters": whole}}]
+    calls = await grammar_of(request(tools=tools, tool_choice="required"), NO_FORM)
+    for grammar, form in ((answer, "%s"), (calls, '<tool_call>\n{"name": "get", "arguments": %s}\n</tool_call>')):
+        assert takes(grammar, tokenizer, form % f'{{"v": {good}, "n": 1}}')
+        assert not takes(grammar, tokenizer, form % f'{{"v": {good}, "n": "x"}}')
+        if bad is not None:
+            assert not takes(grammar, tokenizer, form % f'{{"v": {bad}, "n": 1}}')
+
+
+@pytest.mark.parametrize("name", ["url", "idn-email", "json-pointer", "regex", "binary", "byte", "color", "char"])
+@pytest.mark.parametrize("strict", [{}, {"strict": True}, {"strict": False}])
+async def test_a_format_that_nobody_knows_is_an_annotation(tokenizer, name, strict):
+    grammar = await grammar_of(request(**schema({"type": "string", "format": name}, **strict)), NO_FORM)
+    assert takes(grammar, tokenizer, '"x"')
+    assert not takes(grammar, tokenizer, "1")
+
+
+def test_the_formats_that_are_said_to_be_enforced_are_those_of_llguidance():
+    for name in KNOWN_FORMATS | {"url", "iri", "uri-reference", "regex", "json-pointer", "time-of-day"}:
+        grammar = LLMatcher.grammar_from_json_schema(json.dumps({"type": "string", "format": name}))
+        assert bool(LLMatcher.validate_grammar(grammar)) == (name not in KNOWN_FORMATS), name
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"const": 1234567890123456789},
+        {"enum": [1, [9007199254740993]]},
+        {"type": "integer", "minimum": 9007199254740993, "maximum": 9007199254740995},
+        {"type": "integer", "maximum": 10**30},
+    ],
+)
+@pytest.mark.parametrize("strict", [{}, {"strict": True}])
+async def test_a_number_that_would_be_rounded_is_refused_where_it_binds(value, strict):
+    whole = {"type": "object", "properties": {"v": value}, "required": ["v"]}
+    with pytest.raises(ApiError, match="2\\^53") as error:
+        await grammar_of(request(**schema(whole, **strict)), NO_FORM)
+    assert (error.value.status, error.value.param) == (400, "response_format")
+
+
+async def test_numbers_beyond_64_bits_are_taken_where_nothing_is_enforced():
+    parameters = {"properties": {"n": {"type": "integer", "default": 12345678901234567890123, "minimum": -(1 << 63)}}}
+    asked = request(tools=[{"type": "function", "function": {"name": "get", "parameters": parameters}}])
+    assert await grammar_of(asked, NO_FORM) == ""
+    kept = asked.tools[0].function.parameters["properties"]["n"]
+    assert (kept["default"], kept["minimum"]) == (1.2345678901234568e22, -(1 << 63))
 
 
 async def test_a_request_cannot_change_the_layout(tokenizer):

@@ -7,7 +7,9 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import zmq
 
+from reprise.engine import socket_parent
 from reprise.engine.ranks.socket_directory import SocketDirectory, remove_abandoned
 
 
@@ -48,3 +50,30 @@ def test_only_what_a_killed_process_has_left_is_removed(temporary: Path) -> None
     assert not theirs.exists()
     assert mine.path.exists()
     assert elsewhere.exists()
+
+
+def test_a_long_tmpdir_is_not_used_for_sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A socket's path has 107 bytes; zmq's error says nothing of TMPDIR."""
+    long = tmp_path / "é" / ("x" * 90)
+    long.mkdir(parents=True)
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    directory = SocketDirectory()
+    try:
+        assert directory.path.parent == Path("/tmp")
+        with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
+            socket.bind(f"ipc://{directory.path}/engine")
+    finally:
+        directory.remove()
+    monkeypatch.setattr(socket_parent, "_INSTEAD", str(tmp_path / "nothing"))
+    with pytest.raises(OSError, match="TMPDIR"):
+        SocketDirectory()
+
+
+def test_the_longest_directory_that_is_used_holds_sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parent = tmp_path / ("x" * max(1, socket_parent.MOST_BYTES - len(str(tmp_path)) - 1))
+    parent.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(parent))
+    directory = SocketDirectory()
+    with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
+        socket.bind(f"ipc://{directory.path}/engine")
+    directory.remove()

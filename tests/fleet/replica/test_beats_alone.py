@@ -36,6 +36,9 @@ class FakeReadiness:
     status: Status = Status.LOADING
     loaded: asyncio.Event = field(default_factory=asyncio.Event)
 
+    def fail(self, problem: str) -> None:
+        self.failure, self.status = problem, Status.FAILED
+
     async def wait_loaded(self) -> None:
         await self.loaded.wait()
         if self.failure is not None:
@@ -159,6 +162,26 @@ async def test_a_directory_that_another_fleet_has_written_is_told_once(beating, 
         except DirectoryUnavailable:
             assert answer is not None
     assert [record.message for record in caplog.records] == ["another secret"] * 2, "once more after it was in order"
+
+
+async def test_a_server_does_not_join_the_directory_of_another_fleet(beating):
+    """It would be ready, and no part of the fleet: the gateway would have a replica less, and nobody would see why."""
+    beating.readiness.joining = True
+    beating.fleet.answers = [Foreign("the members have another secret")]
+    await asyncio.wait_for(beating.beats.run(), 5)
+    assert beating.readiness.failure == "the members have another secret"
+
+
+async def test_a_server_that_has_joined_outlives_the_directory_of_another_fleet(beating):
+    beating.load()
+    beating.fleet.answers = [Foreign("the members have another secret")]
+    running = asyncio.create_task(beating.beats.run())
+    await until(lambda: beating.fleet.said)
+    await asyncio.sleep(0)
+    assert (beating.readiness.failure, running.done()) == (None, False)
+    beating.beats.stop()
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
 
 
 @pytest.mark.parametrize("error", [ApiError(503, "the engine restarts"), DirectoryUnavailable("away")])

@@ -4,7 +4,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.app.fakes import FakeEngine, Running, in_process, make_settings
+from tests.app.fakes import FakeEngine, Running, Script, in_process, make_settings
 
 ANSWER = "Hello there, how are you today?"
 
@@ -80,10 +80,25 @@ async def test_echo_scores_the_prompt(running: Running):
     assert logprobs["token_logprobs"] == [None] + [-0.25] * (len(ids) - 1) + [-0.5]
     assert logprobs["top_logprobs"][0] is None
     assert all(logprobs["tokens"][n] in top for n, top in enumerate(logprobs["top_logprobs"]) if top is not None)
-    assert logprobs["text_offset"][:3] == [0, *logprobs["text_offset"][1:3]]
+    for token, offset in zip(logprobs["tokens"], logprobs["text_offset"], strict=True):
+        assert choice["text"][offset:].startswith("🎉" if token.startswith("bytes:") else token)
     assert any(token.startswith("bytes:\\x") for token in logprobs["tokens"])
     (submit,) = running.engine.submitted
     assert (submit.prompt_logprobs, submit.truncation) == (1, "disabled")
+
+
+async def test_offsets_of_a_stream_count_characters(running: Running):
+    """They do although the tokens of a character come before it."""
+    running.engine.script = Script(answer="Hi 🎉 fox")
+    streamed = await complete(running, max_tokens=100, logprobs=0, stream=True)
+    choices = [json.loads(line[6:])["choices"][0] for line in streamed.text.strip().split("\n\n")[:-1]]
+    text = "".join(choice["text"] for choice in choices)
+    shown = [choice["logprobs"] for choice in choices if choice["logprobs"]]
+    placed = [pair for one in shown for pair in zip(one["tokens"], one["text_offset"], strict=True)]
+    assert any(token.startswith("bytes:") for token, _ in placed)
+    assert placed.pop() == ("<|im_end|>", len(text))
+    for token, offset in placed:
+        assert text[offset:].startswith("🎉" if token.startswith("bytes:") else token)
 
 
 async def test_echo_alone_and_answers_of_no_token(running: Running):

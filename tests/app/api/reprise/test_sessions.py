@@ -67,7 +67,7 @@ async def test_sessions_that_leave_between_two_pages_stop_nobody(running: Runnin
 async def test_all_methods_of_a_path_are_named(running: Running):
     response = await running.http.put("/v1/sessions/a")
     assert code(response) == (405, "method_not_allowed")
-    assert response.headers["allow"] == "DELETE, GET, PATCH"
+    assert response.headers["allow"] == "DELETE, GET, HEAD, OPTIONS, PATCH"
 
 
 @pytest.mark.parametrize("query", ["limit=0", "limit=1001", "limit=x", f"after={'a' * 129}", "order=sideways"])

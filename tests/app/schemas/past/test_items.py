@@ -185,3 +185,11 @@ def test_no_item_is_too_odd_and_each_is_read_alike_every_time(items):
     before = json.dumps(items)
     assert input_items(items, Losses()) == input_items(items, Losses())
     assert json.dumps(items) == before
+
+
+def test_a_message_may_say_that_it_has_no_type():
+    """Generated clients send null for what they leave out."""
+    untyped: dict[str, Any] = {"type": None, "role": "user", "content": "Hello"}
+    assert input_items([untyped], Losses()) == [{"role": "user", "content": "Hello"}]
+    assert input_items([{"type": None, "id": "msg_1"}], Losses()) == [{"type": "item_reference", "id": "msg_1"}]
+    ResponseRequest.model_validate({"model": "m", "input": input_items([untyped, said("Hi"), untyped], Losses())})
