@@ -8,11 +8,15 @@ import torch
 from torch import Tensor, nn
 
 from reprise.engine.build.weights import load_weights, pack_weights
+from reprise.engine.model.cpu import quantised as quantised_layers
+from reprise.engine.model.cpu import quantised_experts
 from reprise.engine.model.cpu.quantised_experts import QuantisedProjection, is_right, packed_experts, projections_of
+from reprise.engine.model.probe import probe
 from reprise.engine.packed.directory import read_index
 from reprise.engine.packed.load import size_of
+from reprise.kernels.attention.torch_cpu import TorchAttention
 from reprise.kernels.cpu.available import expert_kernels
-from reprise.kernels.packed import expert_of, unpack
+from reprise.kernels.packed import PackedWeight, expert_of, unpack
 from tests.engine.models import CPU, FAMILIES, random_ids, tiny_model, vanilla_logits
 from tests.engine.packed import quantised_models as quantised
 from tests.engine.packed.quantised_models import FORMATS
@@ -88,6 +92,35 @@ def test_compiled_experts_agree_with_torch(tmp_path: Path, model_type: str, weig
         for row in (0, 7, 39):  # a row's bits do not depend on other rows
             alone = packed_experts(experts, x[row : row + 1], index[row : row + 1], given[row : row + 1])
             assert torch.equal(alone[0], together[row])
+
+
+@pytest.mark.skipif(expert_kernels() is None, reason="no numba or no AVX2 here")
+@pytest.mark.parametrize("model_type", TYPES)
+def test_the_load_time_probe_unpacks_no_weight(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model_type: str
+) -> None:
+    """Torch takes minutes to unpack all experts of a large model."""
+    saved(model_type, tmp_path)
+    model = loaded(tmp_path, "q8", torch.bfloat16)
+    for module in (quantised_experts, quantised_layers):
+        monkeypatch.setattr(module, "unpack", None)
+    found = probe(model, TorchAttention(), 16)
+    assert 0 < found.logit_error <= found.logit_tolerance
+
+
+@pytest.mark.skipif(expert_kernels() is None, reason="no numba or no AVX2 here")
+def test_kernels_are_checked_with_few_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved("qwen3_moe", tmp_path)
+    experts = experts_of(loaded(tmp_path, "q8", torch.bfloat16))[0]
+    seen = set()
+
+    def listening(weight: PackedWeight, expert: int) -> PackedWeight:
+        seen.add(expert)
+        return expert_of(weight, expert)
+
+    monkeypatch.setattr(quantised_experts, "expert_of", listening)
+    assert is_right(experts)
+    assert seen == {0, 6, 11}
 
 
 @pytest.mark.skipif(expert_kernels() is None, reason="no numba or no AVX2 here")
