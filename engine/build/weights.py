@@ -18,6 +18,7 @@ from reprise.engine.model.loading import (
     read_config,
     text_of,
 )
+from reprise.engine.model.made_models import forget_abandoned
 from reprise.engine.packed import directory as packed_directory
 from reprise.engine.packed.directory import DamagedDirectory, is_packed
 
@@ -128,6 +129,7 @@ def unpack_weights(
         )
         if not dequantised_path(source, conversions).is_dir():
             conversions.mkdir(parents=True, exist_ok=True)
+            forget_abandoned(conversions)  # they may take the room that this needs
             _check_room("disk", source.dense_bytes(2), shutil.disk_usage(conversions).free, path)
         return dequantised(source, conversions)
     except (OSError, ValueError) as error:

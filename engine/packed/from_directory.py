@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from reprise.engine.model.loading import read_config, text_of
-from reprise.engine.model.made_models import forget_old, fresh_directory
+from reprise.engine.model.made_models import forget_abandoned, forget_old, fresh_directory
 from reprise.engine.packed import directory as packed_directory
 from reprise.engine.packed.experts import ExpertsPacker
 from reprise.engine.packed.module_names import ModuleNames, Target
@@ -45,6 +45,8 @@ def packed(path: Path, directory: Path, weights: str, check_room: Callable[[int]
     if not found.is_dir():
         log.info("packing %s to %s, once: %s", path, weights, found)
         source = of_checkpoint(path) or of_plain_checkpoint(path)
+        directory.mkdir(parents=True, exist_ok=True)
+        forget_abandoned(directory)  # they may take the room that this needs
         with fresh_directory(found) as fresh:
             copy_descriptions(path, fresh)
             names = ModuleNames(text_of(read_config(fresh)))
