@@ -234,12 +234,17 @@ def _four_bits(e: Emit, pointer: Any, kind: int) -> list[Any]:
 
 
 def _of_e2m1(e: Emit, code: Any) -> Any:
-    """Return the numbers of FP4 that 16 codes stand for, in fp32. Exponent and mantissa go where fp32 has them, and the
-    exponent's bias is made 127. The codes 0 and 1 have no hidden bit: they are 0 and a half."""
-    size = e.b.and_(code, e.words(7))
-    whole = e.b.add(e.b.shl(size, e.words(22)), e.words(126 << 23))
-    small = e.b.bitcast(e.b.fmul(e.b.sitofp(size, VEC), e.splat(0.5)), VEC_I32)
-    bits = e.b.select(e.b.icmp_unsigned("<", size, e.words(2)), small, whole)
+    """Return the numbers of FP4 that 16 codes stand for, in fp32: all of them are looked up in a register, or, where a
+    register has eight numbers, their sizes."""
+    if "+avx512f" in e.features:
+        return e.call("llvm.x86.avx512.permvar.sf.512", VEC, ir.Constant(VEC, list(TABLES["e2m1"])), code)
+    half = ir.VectorType(F32, LANES // 2)
+    sizes = ir.Constant(half, list(TABLES["e2m1"][: LANES // 2]))
+    parts = [
+        e.call("llvm.x86.avx2.permps", half, sizes, e.shuffled(code, code, range(first, first + LANES // 2)))
+        for first in (0, LANES // 2)
+    ]
+    bits = e.b.bitcast(e.shuffled(parts[0], parts[1], range(LANES)), VEC_I32)
     return e.b.bitcast(e.b.or_(bits, e.b.shl(e.b.and_(code, e.words(8)), e.words(28))), VEC)
 
 
