@@ -17,7 +17,7 @@ from reprise.engine.model.checkpoint_files import INDEX
 from reprise.engine.model.loading import read_config, text_of
 from reprise.engine.model.made_models import forget_abandoned, forget_old, fresh_directory
 from reprise.engine.packed import directory as packed_directory
-from reprise.engine.packed.experts import ExpertsPacker
+from reprise.engine.packed.experts import ExpertsPacker, check_numbers
 from reprise.engine.packed.module_names import ModuleNames, Target
 from reprise.engine.packed.quantise import quantise
 from reprise.engine.packed.sources.checkpoint import SourceRefused
@@ -91,6 +91,7 @@ def check_fit(source: Source, names: ModuleNames) -> None:
         if target.converter is None:
             weights = [(target.name, without_numbers(target.sources[0][0]))]
         else:
+            check_numbers(target, names.shape(target.name)[0])
             weights = list(names.converted(target, without_numbers))
         for name, weight in weights:
             names.check_shape(name, weight)
