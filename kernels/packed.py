@@ -160,6 +160,18 @@ def expert_of(weight: PackedWeight, expert: int) -> PackedWeight:
     )
 
 
+def first_outputs(weight: PackedWeight, outputs: int) -> PackedWeight:
+    """Return the first outputs of a weight that is one matrix, at most all of them, in the memory of the whole."""
+    blocks, size = -(-outputs // BLOCK), len(weight.codes) // len(weight.scales)
+    return replace(
+        weight,
+        codes=weight.codes[: blocks * size],
+        scales=weight.scales[:blocks],
+        lows=None if weight.lows is None else weight.lows[:blocks],
+        outputs=min(outputs, weight.outputs),
+    )
+
+
 def _laid_out(numbers: Tensor, rows: int, groups: int) -> Tensor:
     padded = F.pad(numbers, (0, groups, 0, rows))
     laid = padded.view(-1, BLOCK, padded.shape[1]).transpose(1, 2).contiguous().half()

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from reprise.engine.build.weights import DESCRIPTIONS, GGUF_SUFFIX, fetch, quantised_form
+from reprise.engine.build.weights import DESCRIPTIONS, GGUF_SUFFIX, fetch, quantised_form, read_packed_config
 from reprise.engine.gguf.configuration import config_of as config_of_gguf
 from reprise.engine.gguf.reader import GgufRefused
 from reprise.engine.model.known_types import KNOWN_TYPES, Service
@@ -52,9 +52,12 @@ def describe(model: str) -> Description:
         if path.suffix == GGUF_SUFFIX and path.is_file():
             return _describe(config_of_gguf(path), lambda: None)
         directory = _directory(model, path)
+        if is_packed(directory):
+            packing = read_index(directory).weights
+            described = _describe(load_config(directory), lambda: read_packed_config(directory))
+            return replace(described, packing=packing)
         form = quantised_form(directory)
-        described = replace(_describe(load_config(directory), lambda: read_architecture(directory)), quantised=form)
-        return replace(described, packing=read_index(directory).weights) if is_packed(directory) else described
+        return replace(_describe(load_config(directory), lambda: read_architecture(directory)), quantised=form)
     except (ModelRefused, GgufRefused, DamagedDirectory) as refusal:
         return Description(model_type="", refused=str(refusal))
 

@@ -24,6 +24,7 @@ from reprise.engine.codec.quality import Subject
 from reprise.engine.config import EngineConfig, ExperimentConfig
 from reprise.engine.model.cpu.optimise import optimise_for_cpu
 from reprise.engine.model.cuda.optimise import optimise_for_cuda
+from reprise.engine.model.finite_weights import weight_not_finite
 from reprise.engine.model.loading import ModelRefused, fingerprint, read_config, weights_digest
 from reprise.engine.model.lookahead import Lookahead
 from reprise.engine.model.offload.offloaded_weights import OffloadedWeights
@@ -241,7 +242,12 @@ def probe_model(loaded: LoadedModel, config: EngineConfig, go_on: Callable[[], N
     """Find an attention that computes what the model asks for, and replace modules that are slow on a CPU. Changes the
     model. go_on: long work calls it every now and then. Raises ModelRefused."""
     module, device = loaded.module, loaded.device
-    backend, page_size, found = find_attention(module, device)
+    try:
+        backend, page_size, found = find_attention(module, device)
+    except ModelRefused as refusal:
+        if (problem := weight_not_finite(loaded.weights, loaded.path)) is not None:
+            raise ModelRefused(problem) from refusal
+        raise
     log.debug(
         "probe: relative logit error %.1e of %.1e tolerated, positions decoupled: %s",
         found.logit_error,

@@ -3,6 +3,7 @@
 import shutil
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,9 +16,9 @@ from reprise.engine.model.loading import (
     check_safetensors,
     load_model,
     read_architecture,
-    read_config,
     text_of,
 )
+from reprise.engine.model.made_models import forget_abandoned
 from reprise.engine.packed import directory as packed_directory
 from reprise.engine.packed.directory import DamagedDirectory, is_packed
 
@@ -75,9 +76,21 @@ def load_weights(path: Path, dtype: torch.dtype, device: torch.device, num_ranks
     from reprise.engine.packed.load import load_packed
 
     try:
-        return prepare(load_packed(path, read_config(path), dtype, device))
+        return prepare(load_packed(path, read_packed_config(path), dtype, device))
     except DamagedDirectory as error:
         raise ModelRefused(f"{error}; delete that directory, and it is made again") from error
+
+
+def read_packed_config(path: Path) -> Any:
+    """Return the configuration of the model in a packed directory. Raises ModelRefused for a model that is not served,
+    and where the configuration says that its weights are quantised in another way."""
+    config = read_architecture(path)
+    if getattr(config, "quantization_config", None) is not None:
+        raise ModelRefused(
+            f"{path / 'config.json'} has a quantization_config, but the weights there are packed, as "
+            f"{packed_directory.INDEX} says: delete the quantization_config"
+        )
+    return config
 
 
 def quantised_form(path: Path) -> str:
@@ -128,6 +141,7 @@ def unpack_weights(
         )
         if not dequantised_path(source, conversions).is_dir():
             conversions.mkdir(parents=True, exist_ok=True)
+            forget_abandoned(conversions)  # they may take the room that this needs
             _check_room("disk", source.dense_bytes(2), shutil.disk_usage(conversions).free, path)
         return dequantised(source, conversions)
     except (OSError, ValueError) as error:

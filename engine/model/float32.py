@@ -14,7 +14,8 @@ from torch import Tensor, nn
 @contextlib.contextmanager
 def in_float32(model: nn.Module) -> Iterator[None]:
     """Compute calls of `model` in fp32 until the end of the `with` block. Needs memory for one decoder layer in fp32,
-    or for the embedding or the head if that is larger. Afterwards the parameters are the original objects again."""
+    or for the embedding or the head if that is larger; packed weights stay packed, since their modules compute in the
+    type of their inputs. Afterwards the parameters are the original objects again."""
     units = [unit for unit in map(_Unit, _parts(model)) if unit.is_narrow]
     handles = []
     try:

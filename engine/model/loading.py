@@ -15,9 +15,13 @@ from torch import nn
 from transformers import AutoConfig
 
 from reprise.cache.blocks.keys import LAYOUT_VERSION, typed_fields
+from reprise.engine.model.checkpoint_files import checkpoint_files
 from reprise.engine.model.hf_model import prepare
 from reprise.engine.model.refusals import refusal_of, refusal_of_type
 from reprise.engine.model.text_of_wrapper import NoTextModel, TextModel, text_model_of
+
+_EACH = "num_experts_per_tok"
+_TOTALS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 class ModelRefused(Exception):
@@ -64,9 +68,14 @@ def text_of(config: Any) -> TextModel:
 
 
 def check_safetensors(path: Path) -> None:
-    """Raise ModelRefused if a directory has no weights that can be read safely."""
+    """Raise ModelRefused if a directory has no weights that can be read safely, or an index that names files
+    elsewhere."""
     if not any(path.glob("*.safetensors")):
         raise ModelRefused(f"{path} has no safetensors weights; other formats are not read, they can run code")
+    try:
+        checkpoint_files(path)
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelRefused(f"the weights of {path} cannot be found: {error}") from error
 
 
 def read_config(path: Path) -> Any:
@@ -85,6 +94,8 @@ def read_architecture(path: Path) -> Any:
     model that is not served."""
     config = load_config(path)
     _check_config(config)
+    if (problem := _problem_of_experts(config.get_text_config())) is not None:
+        raise ModelRefused(f"{path / 'config.json'}: {problem}")
     return config
 
 
@@ -105,6 +116,19 @@ def _check_config(config: Any) -> None:
         raise ModelRefused(f"{name} is an encoder-decoder model; only causal language models are served")
     if (reason := refusal_of_type(name) or refusal_of(config.get_text_config())) is not None:
         raise ModelRefused(reason)
+
+
+def _problem_of_experts(text: Any) -> str | None:
+    """Return what is wrong with the number of experts that a row gets; None if nothing is, or if there are none."""
+    each = getattr(text, _EACH, None)
+    name, total = next(((name, n) for name in _TOTALS if (n := getattr(text, name, None)) is not None), ("", 0))
+    dense = getattr(text, "first_k_dense_replace", None) or 0
+    if type(total) is not int or total < 1 or each is None or dense >= text.num_hidden_layers:
+        return None  # a model of a type that may have experts, without any
+    for one in each if isinstance(each, list | tuple) else (each,):
+        if type(one) is not int or not 1 <= one <= total:
+            return f"{_EACH} is {str(each)[:40]!r}, but has to be a whole number from 1 to {name}, {total}"
+    return None
 
 
 def check_split(path: Path, num_ranks: int) -> None:

@@ -9,9 +9,11 @@ from pathlib import Path
 from safetensors.torch import save_file
 from torch import Tensor
 
+from reprise.engine.model.checkpoint_files import INDEX
+from reprise.engine.model.loading import read_config, text_of
 from reprise.engine.model.made_models import forget_old, fresh_directory
-from reprise.engine.packed.from_directory import copy_descriptions, stamp_of
-from reprise.engine.packed.sources.checkpoint import INDEX
+from reprise.engine.packed.from_directory import check_fit, copy_descriptions, stamp_of
+from reprise.engine.packed.module_names import ModuleNames
 from reprise.engine.packed.sources.source import Source
 
 _WRITTEN_BY = 1  # version of this writer; increase it to discard older results
@@ -22,12 +24,14 @@ log = logging.getLogger(__name__)
 
 def dequantised(source: Source, directory: Path) -> Path:
     """Return a directory with the same weights in bf16, as a checkpoint that was never quantised, made by this start or
-    an earlier one. Raises OSError, ValueError."""
+    an earlier one. Raises ModelRefused, OSError, and ValueError before anything is written for weights that do not fit
+    the model."""
     found = dequantised_path(source, directory)
     if not found.is_dir():
         log.info("unpacking %s to bf16, once: %s", source.path, found)
         with fresh_directory(found) as fresh:
             copy_descriptions(source.path, fresh)
+            check_fit(source, ModuleNames(text_of(read_config(fresh))))
             _write(source, fresh)
     os.utime(found)
     forget_old(directory)

@@ -48,13 +48,9 @@ class ExpertsPacker:
                 return
             yield from self._of_numbers(target, self._source.dense(name), bits)
         elif _only_joins(target) and not self._names.module_of(target.name).is_transposed:
-            by_pattern: dict[str, list[str]] = {pattern: [] for pattern in target.converter.source_patterns}
-            for name, pattern in target.sources:
-                by_pattern[pattern].append(name)
             experts, _, inputs = self._names.shape(target.name)
-            for names in by_pattern.values():
-                _check_numbers(target, names, experts)
-            for parts in zip(*by_pattern.values(), strict=True):
+            check_numbers(target, experts)
+            for parts in zip(*_by_pattern(target).values(), strict=True):
                 yield joined_codes([self._matrix(name, inputs, bits) for name in parts])
         else:
             ((_, weight),) = self._names.converted(target, self._source.dense)
@@ -79,13 +75,25 @@ class ExpertsPacker:
             raise SourceRefused(f"the weight {target.name[:120]} has the shape {shape}, the model wants {wanted}")
 
 
-def _check_numbers(target: Target, names: list[str], experts: int) -> None:
-    """Raise SourceRefused unless the tensors are those of experts 0, 1, 2 and so on: with one missing and one too many,
-    a router would choose an expert and get another."""
-    numbers = [int(part) for name in names for part in name.split(".")[-3:] if part.isdecimal()]
-    if numbers != list(range(experts)):
-        what = f"its experts are {str(numbers)[:120]}, the model wants 0 to {experts - 1}"
-        raise SourceRefused(f"the weight {target.name[:120]} cannot be read: {what}")
+def check_numbers(target: Target, experts: int) -> None:
+    """Raise SourceRefused unless the tensors of a weight that joins those of single experts are of experts 0, 1, 2 and
+    so on: with one missing and one too many, a router would choose an expert and get another."""
+    if not _only_joins(target):
+        return
+    for names in _by_pattern(target).values():
+        numbers = [int(part) for name in names for part in name.split(".")[-3:] if part.isdecimal()]
+        if numbers != list(range(experts)):
+            what = f"its experts are {str(numbers)[:120]}, the model wants 0 to {experts - 1}"
+            raise SourceRefused(f"the weight {target.name[:120]} cannot be read: {what}")
+
+
+def _by_pattern(target: Target) -> dict[str, list[str]]:
+    """Return the tensors of a converted weight by the converter's pattern that they match, in its order."""
+    assert target.converter is not None
+    found: dict[str, list[str]] = {pattern: [] for pattern in target.converter.source_patterns}
+    for name, pattern in target.sources:
+        found[pattern].append(name)
+    return found
 
 
 def _only_joins(target: Target) -> bool:

@@ -13,13 +13,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from reprise.engine.model.checkpoint_files import INDEX
 from reprise.engine.model.loading import read_config, text_of
-from reprise.engine.model.made_models import forget_old, fresh_directory
+from reprise.engine.model.made_models import forget_abandoned, forget_old, fresh_directory
 from reprise.engine.packed import directory as packed_directory
-from reprise.engine.packed.experts import ExpertsPacker
+from reprise.engine.packed.experts import ExpertsPacker, check_numbers
 from reprise.engine.packed.module_names import ModuleNames, Target
 from reprise.engine.packed.quantise import quantise
-from reprise.engine.packed.sources.checkpoint import INDEX, SourceRefused
+from reprise.engine.packed.sources.checkpoint import SourceRefused
 from reprise.engine.packed.sources.configuration import without_quantisation
 from reprise.engine.packed.sources.source import Source, of_checkpoint, of_plain_checkpoint
 from reprise.kernels.packed import GROUP, Bits, PackedWeight, pack
@@ -45,6 +46,8 @@ def packed(path: Path, directory: Path, weights: str, check_room: Callable[[int]
     if not found.is_dir():
         log.info("packing %s to %s, once: %s", path, weights, found)
         source = of_checkpoint(path) or of_plain_checkpoint(path)
+        directory.mkdir(parents=True, exist_ok=True)
+        forget_abandoned(directory)  # they may take the room that this needs
         with fresh_directory(found) as fresh:
             copy_descriptions(path, fresh)
             names = ModuleNames(text_of(read_config(fresh)))
@@ -74,6 +77,26 @@ def stamp_of(source: Path) -> str:
         state = file.stat()
         digest.update(f"{file}\0{state.st_size}\0{state.st_mtime_ns}\0".encode())
     return digest.hexdigest()
+
+
+def check_fit(source: Source, names: ModuleNames) -> None:
+    """Check that the weights of a source are those of the model, from their shapes alone. Raises SourceRefused, also if
+    some are missing."""
+
+    def without_numbers(name: str) -> Tensor:
+        return torch.empty(source.shape(name), device="meta")
+
+    made: set[str] = set()
+    for target in names.targets(source.names)[0]:
+        if target.converter is None:
+            weights = [(target.name, without_numbers(target.sources[0][0]))]
+        else:
+            check_numbers(target, names.shape(target.name)[0])
+            weights = list(names.converted(target, without_numbers))
+        for name, weight in weights:
+            names.check_shape(name, weight)
+            made.add(name)
+    names.check_all(made)
 
 
 class _Packer:
@@ -153,8 +176,7 @@ class _Packer:
             self._names.check_shape(name, weight)
             made.add(name)
             yield name, weight
-        if missing := self._names.missing(made):
-            raise SourceRefused(f"{len(missing)} weights are missing, among them {min(missing)}")
+        self._names.check_all(made)
 
     def _made(self) -> Iterator[tuple[str, Tensor | PackedWeight]]:
         for target in self._targets:

@@ -14,10 +14,16 @@ from transformers import GenerationConfig
 from transformers.initialization import no_init_weights
 
 from reprise.engine.model.cpu.quantised import QuantisedEmbedding, QuantisedLinear
-from reprise.engine.model.cpu.quantised_experts import QuantisedProjection, compute_packed, is_right, projections_of
+from reprise.engine.model.cpu.quantised_experts import (
+    PROJECTIONS,
+    QuantisedProjection,
+    compute_packed,
+    is_right,
+    projections_of,
+)
 from reprise.engine.model.cuda.quantised import CudaQuantisedEmbedding, CudaQuantisedLinear
 from reprise.engine.model.loading import text_of
-from reprise.engine.packed.directory import DamagedDirectory, read
+from reprise.engine.packed.directory import INDEX, DamagedDirectory, read
 from reprise.kernels.packed import PackedWeight, on_device, unpack
 from reprise.kernels.packed_rows import PackedRows, by_rows
 from reprise.kernels.triton_kernels import triton_packed
@@ -97,6 +103,7 @@ def _load(directory: Path, config: Any, dtype: torch.dtype, made: ModulesOnCpu |
     # Biases come first: a packed layer is made with its bias.
     for name, weight in sorted(weights.items(), key=lambda named: isinstance(named[1], PackedWeight)):
         _set(model, name, weight, dtype, made)
+    _check_experts(model)
     if tied:
         _share_embedding(model)
     _check_kernels(model)
@@ -137,6 +144,8 @@ def _set(
         raise DamagedDirectory(f"the weight {name} has the shape {found}, the model wants {want}")
     parent = model.get_submodule(parent_path)
     if isinstance(weight, PackedWeight) and are_experts:
+        if leaf not in PROJECTIONS or not hasattr(module, "is_transposed"):
+            raise DamagedDirectory(f"{INDEX} gives experts to {name[:120]}, which is no projection of experts")
         return compute_packed(module, leaf, made.experts(weight))
     if isinstance(weight, PackedWeight):
         if type(module) is nn.Linear and leaf == "weight":
@@ -151,6 +160,14 @@ def _set(
         return None
     setattr(module, leaf, nn.Parameter(weight.to(dtype), requires_grad=False))
     return None
+
+
+def _check_experts(model: nn.Module) -> None:
+    """Raise DamagedDirectory if some projections of a module of experts are packed and others are not."""
+    for name, module in model.named_modules():
+        there = [leaf for leaf in PROJECTIONS if getattr(module, leaf, None) is not None]
+        if (projections := projections_of(module)) and len(projections) < len(there):
+            raise DamagedDirectory(f"{INDEX} gives experts to some of {name[:120]}'s {', '.join(there)}, not to all")
 
 
 def _check_kernels(model: nn.Module) -> None:

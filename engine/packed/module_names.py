@@ -68,10 +68,12 @@ class ModuleNames:
         if found != wanted:
             raise SourceRefused(f"the weight {name[:120]} has the shape {found}, the model wants {wanted}")
 
-    def missing(self, made: set[str]) -> set[str]:
-        """Return the weights of the model that are neither among those made nor tied to one of them."""
+    def check_all(self, made: set[str]) -> None:
+        """Raise SourceRefused if the model has weights that are neither among those made nor tied to one of them."""
         tied: dict[str, str] = self._model.all_tied_weights_keys  # type: ignore[assignment]
-        return {name for name in self._weights if name not in made and tied.get(name) not in made}
+        missing = {name for name in self._weights if name not in made and tied.get(name) not in made}
+        if missing:
+            raise SourceRefused(f"{len(missing)} weights are missing, among them {min(missing)}")
 
     def module_of(self, name: str) -> Any:
         """Return the module, without memory, that has a weight."""

@@ -75,29 +75,13 @@ def load_kernels() -> ModuleType | None:
 @functools.cache
 def prefill_kernels() -> ModuleType | None:
     """Return `reprise.kernels.cpu.prefill`, or None if it cannot run. It needs the decode kernels."""
-    if decode_kernels() is None:
-        return None
-    try:
-        module = importlib.import_module("reprise.kernels.cpu.prefill")
-        module.self_test()
-    except Exception as error:
-        log.info("prefill without compiled kernels: %s", error)
-        return None
-    return module
+    return None if decode_kernels() is None else _checked("prefill", "prefill without compiled kernels")
 
 
 @functools.cache
 def expert_kernels() -> ModuleType | None:
     """Return `reprise.kernels.cpu.experts`, or None if it cannot run. It needs the decode kernels."""
-    if decode_kernels() is None:
-        return None
-    try:
-        module = importlib.import_module("reprise.kernels.cpu.experts")
-        module.self_test()
-    except Exception as error:
-        log.info("experts without compiled kernels: %s", error)
-        return None
-    return module
+    return None if decode_kernels() is None else _checked("experts", "experts without compiled kernels")
 
 
 @functools.cache
@@ -106,44 +90,34 @@ def select_kernels() -> ModuleType | None:
     compiles for AVX-512. If it did not, LLVM would end the process."""
     if decode_kernels() is None or "+avx512f" not in _features():
         return None
-    try:
-        module = importlib.import_module("reprise.kernels.cpu.select")
-        module.self_test()
-    except Exception as error:
-        log.info("attention to chosen rows without compiled kernels: %s", error)
-        return None
-    return module
+    return _checked("select", "attention to chosen rows without compiled kernels")
 
 
 @functools.cache
 def flash_kernels(exact: bool) -> ModuleType | None:
     """Return `reprise.kernels.cpu.flash`, or None if it cannot or should not run. It needs dot products of bf16 pairs.
     With AMX, torch's own attention multiplies bf16 tiles and is faster, but not exact."""
-    if decode_kernels() is None:
+    if decode_kernels() is None or not dots_of_pairs() or (torch.cpu._is_amx_tile_supported() and not exact):
         return None
-    try:
-        if not dots_of_pairs() or (torch.cpu._is_amx_tile_supported() and not exact):
-            return None
-        module = importlib.import_module("reprise.kernels.cpu.flash")
-        module.self_test()
-    except Exception as error:
-        log.info("attention of many rows without compiled kernels: %s", error)
-        return None
-    return module
+    return _checked("flash", "attention of many rows without compiled kernels")
 
 
 @functools.cache
 def product_kernels() -> ModuleType | None:
     """Return `reprise.kernels.cpu.products`, or None if it cannot run. It needs dot products of bf16 pairs."""
-    if decode_kernels() is None:
+    if decode_kernels() is None or not dots_of_pairs():
         return None
+    return _checked("products", "products without kernels of one order", tiles_of_pairs())
+
+
+def _checked(name: str, without: str, *of_test: bool) -> ModuleType | None:
+    """Import a module of kernels and run its check, with the arguments `of_test`. Returns None if either fails, and
+    logs why. without: what the log says is done without it."""
     try:
-        if not dots_of_pairs():
-            return None
-        module = importlib.import_module("reprise.kernels.cpu.products")
-        module.self_test(tiles_of_pairs())
-    except Exception as error:
-        log.info("products without kernels of one order: %s", error)
+        module = importlib.import_module(f"reprise.kernels.cpu.{name}")
+        module.self_test(*of_test)
+    except Exception as error:  # a numba that does not fit its numpy or its machine can fail in many ways
+        log.info("%s: %s", without, error)
         return None
     return module
 

@@ -61,6 +61,7 @@ __all__ = [
     "embed",
     "gated",
     "linear",
+    "linear_in_float32",
     "norm",
     "packed_kernel",
     "plan",
@@ -171,6 +172,39 @@ def linear(x: Bf16, products: Int64, dots: Constant, residual: Bf16, out: Bf16) 
     int64 [layers, PRODUCT_FIELDS]: a description of each layer's weight. residual bf16, shaped like out, is added
     before rounding; with no rows nothing is added. dots: of length 1 to use dot products of bf16 pairs, else 0."""
     _multiply(_inputs(x, products[0, INPUTS], dots), products, dots, residual, out)
+
+
+@compiled()
+def _wide_inputs(x: Fp32, width: int) -> Inputs:
+    """Return rows prepared for matrix products in fp32. width: numbers of a row, with padding."""
+    inputs: Inputs = make_inputs(len(x), width)
+    for row in range(len(x)):
+        inputs.wide[row, : x.shape[1]] = x[row]
+        set_row(inputs, row, x.shape[1], ())
+    return inputs
+
+
+@compiled()
+def _wide_block(x: Inputs, product: Int64, block: int, out: Fp32) -> None:
+    size = product[SIZE]
+    sums, unused = np.empty((len(out), size), np.float32), np.empty(0, np.uint16)
+    multiply_block(product, block, place_at(x, (), sums), unused)
+    width = min(size, product[OUTPUTS] - block * size)
+    for row in range(len(out)):
+        out[row, block * size : block * size + width] = sums[row, :width]
+
+
+@compiled(parallel=True)
+def _multiply_wide(x: Inputs, product: Int64, out: Fp32) -> None:
+    for block in prange(blocks_of(product)):
+        _wide_block(x, product, np.int64(block), out)  # numba counts without a sign
+
+
+@compiled()
+def linear_in_float32(x: Fp32, product: Int64, out: Fp32) -> None:
+    """Compute a linear layer without rounding: x fp32 [rows, inputs] -> out fp32 [rows, outputs]. product int64
+    [PRODUCT_FIELDS], with a kernel that uses no dot products of bf16 pairs."""
+    _multiply_wide(_wide_inputs(x, product[INPUTS]), product, out)
 
 
 @compiled(parallel=True, error_model="numpy")

@@ -152,6 +152,25 @@ def multiply(x: Bf16, rows: Int64, to: Assignment, product: Int64, num_experts: 
     _round(parts, out)
 
 
+@compiled()
+def _gathered_wide(x: Fp32, rows: Int64, width: int) -> Inputs:
+    """Return some rows of x, prepared for products in fp32. width: inputs, with padding."""
+    inputs: Inputs = make_inputs(len(rows), width)
+    for place in range(len(rows)):
+        inputs.wide[place, : x.shape[1]] = x[rows[place]]
+        set_row(inputs, place, x.shape[1], ())
+    return inputs
+
+
+@compiled()
+def multiply_in_float32(x: Fp32, rows: Int64, to: Assignment, product: Int64, num_experts: int, out: Fp32) -> None:
+    """Do the same as `multiply` without rounding: x, out fp32. product has a kernel that uses no dot products of bf16
+    pairs."""
+    parts = np.empty((len(rows), blocks_of(product) // num_experts * product[SIZE]), np.float32)
+    _multiply_wide(_gathered_wide(x, rows, product[INPUTS]), to, product, (), parts)
+    out[:] = parts[:, : out.shape[1]]
+
+
 @compiled(parallel=True)
 def _add_up(parts: Fp32, places: Int64, weights: Fp32, out: Bf16) -> None:
     for row in prange(len(out)):

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reprise.kernels.packed import TABLES, Codes, pack, unpack, unpack_codes, unpack_rows
+from reprise.kernels.packed import TABLES, Codes, first_outputs, pack, unpack, unpack_codes, unpack_rows
 from tests.example_counts import examples
 from tests.kernels.packed_weights import ALL_FORMS, Form, random_codes, truth
 
@@ -21,6 +21,8 @@ def test_a_weight_comes_back_bit_for_bit(form: Form, outputs: int, groups: int, 
     rows = torch.randint(0, outputs, (7,), generator=torch.Generator().manual_seed(seed))
     assert torch.equal(unpack_rows(packed, rows, torch.float32), want[rows])
     assert torch.equal(unpack_codes(packed), given_codes.codes)
+    some = 1 + seed % (2 * outputs)
+    assert torch.equal(unpack(first_outputs(packed, some), torch.float32), want[:some])
 
 
 def test_four_bits_take_a_quarter_of_bf16_and_what_scales_take() -> None:

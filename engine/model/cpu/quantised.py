@@ -1,5 +1,6 @@
 """Provides modules for CPU whose weights stay packed to 4 or 8 bits."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from reprise.engine.model.cpu.modules import FewProduct
 from reprise.engine.model.known_parts import agree
 from reprise.kernels.cpu.available import decode_kernels, dots_of_pairs
-from reprise.kernels.packed import BLOCK, GROUP, PackedWeight, table_of, unpack, unpack_rows
+from reprise.kernels.packed import BLOCK, GROUP, PackedWeight, first_outputs, table_of, unpack, unpack_rows
 from reprise.kernels.views import as_bits
 
 _NOTHING = np.empty((0, 0), np.uint16)
@@ -20,8 +21,8 @@ _CHECK_OUTPUTS = 4096
 
 class QuantisedLinear(nn.Module):
     """A linear layer whose weight stays packed. x [..., in] bf16, plus a residual of the result's shape to add -> [...,
-    out]. Every row is computed in the same way, however many rows there are. Where compiled kernels cannot run or are
-    off, the weight is unpacked for every call."""
+    out]. Every row is computed in the same way, however many rows there are. The load-time probe has it compute in
+    fp32. Where compiled kernels cannot run or are off, the weight is unpacked for every call."""
 
     def __init__(self, weight: PackedWeight, bias: Tensor | None) -> None:
         super().__init__()
@@ -36,6 +37,7 @@ class QuantisedLinear(nn.Module):
         self._kernels: Any = decode_kernels()
         self._dots = (0,) if dots_of_pairs() else ()
         self._fields = None if self.few is None else np.array([self.few.fields], np.int64)
+        self._in_float32 = None if self.few is None else product_in_float32(self.few)
 
     @property
     def weight(self) -> Tensor:
@@ -43,6 +45,9 @@ class QuantisedLinear(nn.Module):
         return unpack(self.packed, torch.bfloat16)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        if self._in_float32 is not None and x.dtype == torch.float32:
+            out = self._wide(x, np.array(self._in_float32.fields, np.int64))
+            return out if residual is None else out + residual
         if self._fields is None or x.dtype != torch.bfloat16:
             out = self.unpacked(x)
             return out if residual is None else out + residual
@@ -53,10 +58,19 @@ class QuantisedLinear(nn.Module):
             self._kernels.linear(rows, self._fields, self._dots, added, result)
         return out
 
-    def unpacked(self, x: Tensor) -> Tensor:
-        """Return the layer's result for x, computed by torch with the unpacked weight."""
-        bias = None if self.bias is None else self.bias.to(x.dtype)
-        return F.linear(x, unpack(self.packed, x.dtype), bias)
+    def _wide(self, x: Tensor, fields: np.ndarray) -> Tensor:
+        out = x.new_empty(*x.shape[:-1], self.out_features)
+        if x.numel():
+            rows, result = x.reshape(-1, self.in_features), out.view(-1, self.out_features)
+            self._kernels.linear_in_float32(rows.contiguous().numpy(), fields, result.numpy())
+        return out
+
+    def unpacked(self, x: Tensor, outputs: int | None = None) -> Tensor:
+        """Return the layer's result for x, computed by torch with the unpacked weight. outputs: only so many, the
+        first."""
+        weight = self.packed if outputs is None else first_outputs(self.packed, outputs)
+        bias = None if self.bias is None else self.bias[:outputs].to(x.dtype)
+        return F.linear(x, unpack(weight, x.dtype), bias)
 
     @property
     def form(self) -> tuple[Any, ...]:
@@ -67,19 +81,21 @@ class QuantisedLinear(nn.Module):
         return *form, weight.inputs, weight.outputs, self.bias is not None
 
     def is_right(self) -> bool:
-        """Return whether the compiled kernels agree with the unpacked weight."""
+        """Return whether the compiled kernels agree with the unpacked weight, for the first few thousand outputs: to
+        unpack a whole head of 200,000 takes seconds and gigabytes."""
         if self._fields is None:
             return True
         generator = torch.Generator().manual_seed(0)
         some = min(self.out_features, _CHECK_OUTPUTS)
         for rows in _CHECK_ROWS:
             x = torch.randn(rows, self.in_features, generator=generator).bfloat16()
-            if not agree(self(x)[:, :some], self.unpacked(x)[:, :some]):
-                return False
+            for given in (x, x.float()):
+                if not agree(self(given)[:, :some], self.unpacked(given, some)):
+                    return False
         return True
 
     def use_no_kernels(self) -> None:
-        self._fields = self.few = None
+        self._fields = self.few = self._in_float32 = None
 
 
 class QuantisedEmbedding(nn.Module):
@@ -163,3 +179,12 @@ def few_product(weight: PackedWeight, bias: Tensor | None) -> FewProduct | None:
     padded = -(-weight.inputs // GROUP) * GROUP
     fields = (kernel.address, *addresses, padded, weight.outputs, BLOCK, 0, weight.bits, weight.group, kind)
     return FewProduct(fields, (kernel, weight, biases), weight.inputs, weight.outputs, BLOCK)
+
+
+def product_in_float32(product: FewProduct) -> FewProduct:
+    """Return a packed layer of `few_product` with the kernel that computes in fp32, also where others use dot products
+    of bf16 pairs."""
+    kernels: Any = decode_kernels()
+    bits, group, kind = product.fields[-3:]
+    kernel = kernels.packed_kernel(bits, kind, group, False)
+    return replace(product, fields=(kernel.address, *product.fields[1:]), memory=(kernel, *product.memory))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 from transformers.integrations import moe
 
-from reprise.engine.model.cpu.quantised import few_product
+from reprise.engine.model.cpu.quantised import few_product, product_in_float32
 from reprise.engine.model.known_parts import agree
 from reprise.kernels.cpu.available import dots_of_pairs, expert_kernels
 from reprise.kernels.packed import BLOCK, PackedWeight, expert_of, table_of, unpack
@@ -24,7 +24,7 @@ NAME = "reprise_packed"
 """The name of `packed_experts` among transformers' functions of experts."""
 PROJECTIONS = ("gate_up_proj", "up_proj", "down_proj")
 """The names of the weights of experts: of those with a gate the first and the last, of others the last two."""
-_CHECK_ROWS = (1, 40)  # one row, and so many that some experts have more than are unpacked in registers
+_CHECK_ROWS = 40  # so many that each of three experts has more than are unpacked in registers
 
 
 class QuantisedProjection(nn.Module):
@@ -41,6 +41,24 @@ class QuantisedProjection(nn.Module):
         can_run = weight.codes.device.type == "cpu" and expert_kernels() is not None
         self.few = few_product(_one_matrix(weight), None) if can_run else None
         self.fields = None if self.few is None else np.array(self.few.fields, np.int64)
+        self._in_float32 = None if self.few is None else product_in_float32(self.few)
+
+    def multiply_pairs(self, x: Tensor, rows: np.ndarray, to: Any) -> Tensor:
+        """Return each pair's row of x, bf16 or fp32 [n, inputs], times the matrix of the pair's expert, computed by the
+        compiled kernels: [pairs, outputs]. rows int64 [pairs]: the row of each pair. to: the kernels' assignment of
+        pairs to experts. Raises ValueError for rows of another width, because kernels read by address."""
+        _check_width(x, self)
+        assert self._in_float32 is not None
+        kernels: Any = expert_kernels()
+        out = x.new_empty(len(rows), self.packed.outputs)
+        if x.dtype == torch.float32:
+            fields = np.array(self._in_float32.fields, np.int64)
+            kernels.multiply_in_float32(x.contiguous().numpy(), rows, to, fields, self.packed.experts, out.numpy())
+        else:
+            assert x.dtype == torch.bfloat16
+            dots = (0,) if dots_of_pairs() else ()
+            kernels.multiply(as_bits(x.contiguous()), rows, to, self.fields, self.packed.experts, dots, as_bits(out))
+        return out
 
     def multiply(self, x: Tensor, expert: int) -> Tensor:
         """Return x [rows, inputs] times the matrix of one expert, computed by torch: [rows, outputs]."""
@@ -53,7 +71,7 @@ class QuantisedProjection(nn.Module):
         return weight.bits, weight.group, weight.lows is not None, weight.table, *weight.shape
 
     def use_no_kernels(self) -> None:
-        self.fields = self.few = None
+        self.fields = self.few = self._in_float32 = None
 
 
 def _one_matrix(weight: PackedWeight) -> PackedWeight:
@@ -85,31 +103,24 @@ def packed_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_
         return plain
     if up.packed.experts != down.packed.experts:
         raise ValueError(f"experts are {up.packed.experts} in one projection, {down.packed.experts} in the other")
-    if up.fields is None or down.fields is None or hidden_states.dtype != torch.bfloat16:
+    has_kernels = up.fields is not None and down.fields is not None
+    if not has_kernels or hidden_states.dtype not in (torch.bfloat16, torch.float32):
         return _by_torch(self, up, hidden_states, top_k_index, top_k_weights)
     # Kernels read by address: sizes are those of the weights, not those that the module claims.
     num_experts = up.packed.experts
-    _check_width(hidden_states, up)
     kernels: Any = expert_kernels()
-    x, chosen = as_bits(hidden_states.contiguous()), top_k_index.contiguous().numpy()
-    weights = top_k_weights.float().contiguous()
-    dots = (0,) if dots_of_pairs() else ()
-    if _is_plain(self):
-        out = hidden_states.new_empty(len(hidden_states), down.packed.outputs)
-        kernels.gated_experts(x, chosen, weights.numpy(), num_experts, up.fields, down.fields, dots, as_bits(out))
+    chosen, weights = top_k_index.contiguous().numpy(), top_k_weights.float().contiguous()
+    if hidden_states.dtype == torch.bfloat16 and _is_plain(self):
+        _check_width(hidden_states, up)
+        x, out = hidden_states.contiguous(), hidden_states.new_empty(len(hidden_states), down.packed.outputs)
+        numbers, dots = weights.numpy(), (0,) if dots_of_pairs() else ()
+        kernels.gated_experts(as_bits(x), chosen, numbers, num_experts, up.fields, down.fields, dots, as_bits(out))
         return out
     to = kernels.assign(chosen, num_experts)
     pairs = torch.from_numpy(to.pairs)
     experts = top_k_index.reshape(-1)[pairs]
-    made = hidden_states.new_empty(len(pairs), up.packed.outputs)
-    kernels.multiply(x, to.pairs // chosen.shape[1], to, up.fields, num_experts, dots, as_bits(made))
-    made = _activated(self, made, experts)
-    parts = hidden_states.new_empty(len(pairs), down.packed.outputs)
-    rows = np.arange(len(pairs))
-    assert made.dtype == torch.bfloat16
-    _check_width(made, down)
-    kernels.multiply(as_bits(made.contiguous()), rows, to, down.fields, num_experts, dots, as_bits(parts))
-    parts = _finished(self, parts, experts)
+    made = _activated(self, up.multiply_pairs(hidden_states, to.pairs // chosen.shape[1], to), experts)
+    parts = _finished(self, down.multiply_pairs(made, np.arange(len(pairs)), to), experts)
     # In the order of the rows' own choice, so that a row's sum does not depend on other rows.
     ordered = parts.new_zeros(top_k_index.numel(), parts.shape[1], dtype=torch.float32)
     ordered[pairs] = parts.float() * weights.view(-1)[pairs, None]
@@ -166,15 +177,19 @@ def _by_torch(experts: Any, up: QuantisedProjection, x: Tensor, index: Tensor, w
 
 
 def is_right(experts: Any) -> bool:
-    """Return whether the compiled kernels agree with the unpacked weights of a module of experts."""
+    """Return whether the compiled kernels agree with the unpacked weights of the first, a middle and the last expert of
+    a module: all of them are so many numbers that torch would unpack them for a minute."""
     up = experts.gate_up_proj if experts.has_gate else experts.up_proj
+    some = torch.tensor(sorted({0, up.packed.experts // 2, up.packed.experts - 1}))
     generator = torch.Generator().manual_seed(0)
-    for rows in _CHECK_ROWS:
-        x = torch.randn(rows, up.packed.inputs, generator=generator).bfloat16()
-        index = torch.stack([torch.randperm(experts.num_experts, generator=generator)[:2] for _ in range(rows)])
-        weights = torch.rand(index.shape, generator=generator)
-        if not agree(packed_experts(experts, x, index, weights), _by_torch(experts, up, x, index, weights)):
-            return False
+    narrow = torch.randn(_CHECK_ROWS, up.packed.inputs, generator=generator).bfloat16()
+    index = torch.stack([some[torch.randperm(len(some), generator=generator)[:2]] for _ in narrow])
+    weights = torch.rand(index.shape, generator=generator)
+    for x in (narrow, narrow.float()):
+        wanted = _by_torch(experts, up, x, index, weights)
+        for rows in (1, _CHECK_ROWS):
+            if not agree(packed_experts(experts, x[:rows], index[:rows], weights[:rows]), wanted[:rows]):
+                return False
     return True
 
 

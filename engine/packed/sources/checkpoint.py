@@ -1,15 +1,12 @@
 """Reads the tensors of a checkpoint in safetensors, whole or some rows of them."""
 
-import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
+from reprise.engine.model.checkpoint_files import checkpoint_files
 
 
 class SourceRefused(ValueError):
@@ -24,7 +21,7 @@ class Checkpoint:
         self.path = path
         self._opened: dict[str, Any] = {}  # file by tensor
         try:
-            for file in _files(path):
+            for file in checkpoint_files(path):
                 opened: Any = safe_open(file, framework="pt")
                 for name in opened.keys():  # noqa: SIM118
                     if name in self._opened:
@@ -59,21 +56,3 @@ class Checkpoint:
 
     def _slice(self, name: str) -> Any:
         return self._opened[name].get_slice(name)
-
-
-def _files(path: Path) -> list[Path]:
-    """Return the files of a checkpoint: those that its index names, else the one without an index, else all. Raises
-    SourceRefused, OSError, ValueError."""
-    if (path / INDEX).is_file():
-        index = json.loads((path / INDEX).read_text(encoding="utf-8"))
-        by_tensor = index.get("weight_map") if isinstance(index, Mapping) else None
-        if not isinstance(by_tensor, dict) or not all(isinstance(file, str) for file in by_tensor.values()):
-            raise SourceRefused(f"{path / INDEX} has no weight_map of names of files")
-        names = sorted(set(by_tensor.values()))
-        for name in names:
-            if Path(name).name != name:
-                raise SourceRefused(f"{path / INDEX} names a file elsewhere: {name[:80]}")
-        return [path / name for name in names]
-    if (path / _SINGLE).is_file():
-        return [path / _SINGLE]
-    return sorted(path.glob("*.safetensors"))

@@ -77,14 +77,14 @@ def method_of(found: dict[str, Any]) -> tuple[str, str, Settings]:
 
 def _of_words(method: str, found: dict[str, Any]) -> Settings:
     """Return the settings of AWQ or GPTQ."""
-    bits = found.get("bits", found.get("w_bit", 4))
+    bits = _number("bits" if "bits" in found else "w_bit", found, 4) or 0
     if bits not in (_BITS if method == "gptq" else (4,)):
         _refuse(f"{method} of {bits} bits cannot be run")
     layout = found.get("checkpoint_format") or found.get("format") or found.get("version") or method
     layout = "marlin" if found.get("is_marlin_format") else str(layout).lower()
     if layout not in (("gptq", "gptq_v2") if method == "gptq" else ("gemm", "awq")):
         _refuse(f"{method} in the layout {layout[:40]} cannot be run")
-    group = found.get("group_size", found.get("q_group_size", 128))
+    group = _number("group_size" if "group_size" in found else "q_group_size", found, 128)
     return Settings(bits=bits, groups=_sizes([group]), zeros_less_one=layout != "gptq_v2")
 
 
@@ -101,15 +101,27 @@ def _compressed(found: dict[str, Any]) -> tuple[str, str, Settings]:
     named = [group.get("weights") for group in groups.values() if isinstance(group, dict)]
     weights: list[dict[str, Any]] = [each for each in named if isinstance(each, dict)]
     for each in weights:
-        if each.get("num_bits") not in _BITS:
-            _refuse(f"compressed-tensors of {each.get('num_bits')} bits cannot be run")
-    sizes = _sizes([each.get("group_size") for each in weights])
+        if (bits := _number("num_bits", each, None)) not in _BITS:
+            _refuse(f"compressed-tensors of {bits} bits cannot be run")
+    sizes = _sizes([_number("group_size", each, None) for each in weights])
     blocks = _blocks([each.get("block_structure") for each in weights])
     return (
         "compressed-tensors",
         _FORMATS[layout],
         Settings(groups=sizes, blocks=(*blocks, *((1, size) for size in sizes if size))),
     )
+
+
+def _number(field: str, found: dict[str, Any], missing: int | None) -> int | None:
+    """Return a field that is a whole number; `missing` where it is not there or null. Raises SourceRefused."""
+    value = found.get(field)
+    if value is None:
+        return missing
+    if type(value) is not int:
+        raise SourceRefused(
+            f"{field} in the quantization_config of {_CONFIG} is {json.dumps(value)[:40]}, but has to be a whole number"
+        )
+    return value
 
 
 def _has_any(found: Any, key: str) -> bool:

@@ -1,6 +1,7 @@
 """Tests what is said of a model before its weights are read: whether it is served, and its sizes, which are those of
 the loaded model."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,15 @@ from gguf.constants import GGMLQuantizationType
 from transformers import AutoConfig
 
 from reprise.engine.build.description import describe
+from reprise.engine.build.weights import load_weights
+from reprise.engine.model.loading import ModelRefused
 from reprise.engine.model.outline import outline_of
 from reprise.engine.model.pages import bytes_per_token
 from reprise.engine.model.text_of_wrapper import text_model_of
 from reprise.engine.packed.from_directory import packed
 from reprise.kernels.attention.ragged_batch import PageFormat
 from tests.engine.gguf import gguf_files
-from tests.engine.models import family_model, save_tiny
+from tests.engine.models import CPU, family_model, save_tiny
 from tests.engine.paged import serve
 from tests.engine.wrappers import REFUSED, save_wrapper, wrapper_config
 
@@ -55,6 +58,16 @@ def test_the_sizes_of_a_packed_model_are_those_that_packing_gives(tmp_path: Path
     expected = (outline.table_weights + rounded_up) * 8.5 / 8 + outline.layer_weights * 5 / 8 + norms * 2
     assert expected <= file.stat().st_size <= expected + 16_384  # its own table of contents
     assert describe(str(made)).packing == "q4"
+
+
+def test_the_start_and_its_forecast_agree_on_packed_weights_that_are_said_to_be_quantised_too(tmp_path: Path) -> None:
+    save_tiny(tmp_path / "tiny", dtype=torch.bfloat16)
+    made = packed(tmp_path / "tiny", tmp_path / "models", "q4")
+    config = json.loads((made / "config.json").read_text())
+    (made / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "fp8"}}))
+    with pytest.raises(ModelRefused, match=r"config\.json has a quantization_config") as refusal:
+        load_weights(made, torch.bfloat16, CPU)
+    assert describe(str(made)).refused == str(refusal.value)
 
 
 def test_a_directory_is_described_without_its_weights(tmp_path: Path) -> None:

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from reprise.engine.build.weights import load_weights, resolve_files
 from reprise.engine.model.loading import ModelRefused
+from tests.engine.driver import Driver
 from tests.engine.gguf import gguf_files
 from tests.engine.models import CPU, save_tiny
 
@@ -105,3 +107,14 @@ def test_a_gguf_file_that_cannot_be_converted_is_refused(tmp_path: Path) -> None
     (tmp_path / "bad.gguf").write_bytes(b"GGUF")
     with pytest.raises(ModelRefused, match="cut off"):
         resolve_files(str(tmp_path / "bad.gguf"), tmp_path / "models")
+
+
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.2.mlp.down_proj.weight"])
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_a_weight_that_is_not_finite_is_named_with_its_file(tmp_path: Path, name: str, number: float) -> None:
+    file = save_tiny(tmp_path / "tiny") / "model.safetensors"
+    tensors = load_file(file)
+    tensors[name].view(-1)[3] = number
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(ModelRefused, match=f"the weight {name} of {file} has a number that is not finite"):
+        Driver(tmp_path / "tiny", disk_dir=str(tmp_path / "state"))

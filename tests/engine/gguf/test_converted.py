@@ -7,7 +7,7 @@ import pytest
 
 from reprise.engine.gguf import converted
 from reprise.engine.gguf.reader import GgufRefused
-from reprise.engine.model.made_models import ABANDONED_S, KEPT
+from reprise.engine.model.made_models import KEPT, fresh_directory
 
 
 @pytest.fixture
@@ -48,13 +48,11 @@ def test_those_not_used_for_the_longest_time_leave(tmp_path, conversions):
     assert set((tmp_path / "made").iterdir()) == {made[0], *made[2:], newest}
 
 
-def test_what_a_killed_conversion_left_leaves_in_time(tmp_path, conversions):
-    for name, age_s in ((".old.tmp", 2 * ABANDONED_S), (".new.tmp", 0.0)):
-        left = tmp_path / "made" / name
-        left.mkdir(parents=True)
-        os.utime(left, (left.stat().st_mtime - age_s,) * 2)
-    converted.converted(file_of(tmp_path, "a", "x"), tmp_path / "made")
-    assert {path.name for path in (tmp_path / "made").iterdir()} == {".new.tmp", conversions[0].name}
+def test_what_a_killed_conversion_left_leaves_with_the_next(tmp_path, conversions):
+    (tmp_path / "made" / ".left.tmp").mkdir(parents=True)
+    with fresh_directory(tmp_path / "made" / "other") as living:
+        converted.converted(file_of(tmp_path, "a", "x"), tmp_path / "made")
+        assert {path.name for path in (tmp_path / "made").iterdir()} == {living.name, conversions[0].name}
 
 
 def test_a_file_that_cannot_be_converted_is_refused(tmp_path, conversions):

@@ -13,7 +13,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-from reprise.engine.model.loading import ModelRefused, fingerprint, load_model, weights_digest
+from reprise.engine.model.loading import ModelRefused, fingerprint, load_model, read_architecture, weights_digest
 from tests.engine.models import CPU, copied, random_ids, save_tiny, tiny_model, vanilla_logits
 
 
@@ -175,6 +175,30 @@ def test_a_checkpoint_with_a_hole_is_refused(edited: Callable[..., Path]) -> Non
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ModelRefused, match=r"model\.layers\.1\.mlp\.up_proj\.weight"):
         load(path)
+
+
+@pytest.mark.parametrize("file", ["../model.safetensors", "/etc/passwd", "sub/model.safetensors"])
+def test_an_index_that_names_files_elsewhere_is_refused(edited: Callable[..., Path], file: str) -> None:
+    path = edited()
+    shutil.copy(path / "model.safetensors", path.parent)
+    index = path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": {"model.norm.weight": file}}))
+    with pytest.raises(ModelRefused, match=f"weight_map of {index} names a file elsewhere: {file}"):
+        load(path)
+
+
+@pytest.mark.parametrize("each", [0, -1, 5, 2.0, True, [2, 0]])
+@pytest.mark.parametrize(("model_type", "total"), [("qwen3_moe", "num_experts"), ("gpt_oss", "num_local_experts")])
+def test_a_number_of_experts_that_no_router_can_choose_is_refused(
+    tmp_path: Path, model_type: str, total: str, each: Any
+) -> None:
+    AutoConfig.for_model(model_type, **{total: 4, "num_experts_per_tok": 2}).save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    read_architecture(tmp_path)
+    file.write_text(json.dumps({**json.loads(file.read_text()), "num_experts_per_tok": each}))
+    with pytest.raises(ModelRefused, match="num_experts_per_tok") as refusal:
+        read_architecture(tmp_path)
+    assert str(tmp_path) in str(refusal.value)
 
 
 def test_a_config_with_more_layers_than_the_checkpoint_is_refused(edited: Callable[..., Path]) -> None:

@@ -8,14 +8,20 @@ import torch
 from torch import Tensor, nn
 
 from reprise.engine.build.weights import load_weights, pack_weights
+from reprise.engine.model.cpu import quantised as quantised_layers
+from reprise.engine.model.cpu import quantised_experts
 from reprise.engine.model.cpu.quantised_experts import QuantisedProjection, is_right, packed_experts, projections_of
-from reprise.engine.packed.directory import read_index
+from reprise.engine.model.loading import ModelRefused
+from reprise.engine.model.probe import probe
+from reprise.engine.packed.directory import read_index, write
 from reprise.engine.packed.load import size_of
+from reprise.kernels.attention.torch_cpu import TorchAttention
 from reprise.kernels.cpu.available import expert_kernels
-from reprise.kernels.packed import expert_of, unpack
+from reprise.kernels.packed import PackedWeight, expert_of, pack, stacked, unpack
 from tests.engine.models import CPU, FAMILIES, random_ids, tiny_model, vanilla_logits
 from tests.engine.packed import quantised_models as quantised
 from tests.engine.packed.quantised_models import FORMATS
+from tests.kernels.packed_weights import Form, random_codes
 
 _FEW: dict[str, Any] = {"num_hidden_layers": 2, "num_experts_per_tok": 2}
 TYPES: dict[str, dict[str, Any]] = {
@@ -91,6 +97,35 @@ def test_compiled_experts_agree_with_torch(tmp_path: Path, model_type: str, weig
 
 
 @pytest.mark.skipif(expert_kernels() is None, reason="no numba or no AVX2 here")
+@pytest.mark.parametrize("model_type", TYPES)
+def test_the_load_time_probe_unpacks_no_weight(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model_type: str
+) -> None:
+    """Torch takes minutes to unpack all experts of a large model."""
+    saved(model_type, tmp_path)
+    model = loaded(tmp_path, "q8", torch.bfloat16)
+    for module in (quantised_experts, quantised_layers):
+        monkeypatch.setattr(module, "unpack", None)
+    found = probe(model, TorchAttention(), 16)
+    assert 0 < found.logit_error <= found.logit_tolerance
+
+
+@pytest.mark.skipif(expert_kernels() is None, reason="no numba or no AVX2 here")
+def test_kernels_are_checked_with_few_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved("qwen3_moe", tmp_path)
+    experts = experts_of(loaded(tmp_path, "q8", torch.bfloat16))[0]
+    seen = set()
+
+    def listening(weight: PackedWeight, expert: int) -> PackedWeight:
+        seen.add(expert)
+        return expert_of(weight, expert)
+
+    monkeypatch.setattr(quantised_experts, "expert_of", listening)
+    assert is_right(experts)
+    assert seen == {0, 6, 11}
+
+
+@pytest.mark.skipif(expert_kernels() is None, reason="no numba or no AVX2 here")
 def test_kernels_that_are_wrong_are_found(tmp_path: Path) -> None:
     saved("qwen3_moe", tmp_path)
     experts = experts_of(loaded(tmp_path, "q8", torch.bfloat16))[0]
@@ -128,6 +163,29 @@ def test_what_a_module_claims_moves_no_kernel_out_of_its_weights(tmp_path: Path,
         for width in (32, 96):
             with pytest.raises((ValueError, RuntimeError)):
                 packed_experts(experts, x.repeat(1, 2)[:, :width], index, given)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "weight", "says"),
+    [
+        ("jetmoe", "mlp.input_linear.weight", "no projection of experts"),
+        ("qwen3_moe", "mlp.experts.gate_up_proj", "to some of .*, not to all"),
+        ("qwen3_moe", "mlp.experts.down_proj", "to some of .*, not to all"),
+    ],
+)
+def test_experts_that_an_index_gives_to_other_weights_are_refused(
+    tmp_path: Path, model_type: str, weight: str, says: str
+) -> None:
+    model = tiny_model(model_type, **{**TYPES["qwen3_moe"], "intermediate_size": 32})
+    model.save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    weights: dict[str, Any] = dict(model.named_parameters())
+    name = f"model.layers.0.{weight}"
+    experts, outputs, inputs = weights[name].shape
+    weights[name] = stacked([pack(random_codes(Form(8, 32, False), outputs, inputs, n)) for n in range(experts)])
+    write(tmp_path, "hostile", weights.items())
+    with pytest.raises(ModelRefused, match=f"experts .*{says}"):
+        load_weights(tmp_path, torch.bfloat16, CPU)
 
 
 def test_sizes_count_the_numbers_of_all_experts(tmp_path: Path) -> None:

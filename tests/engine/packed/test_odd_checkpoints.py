@@ -9,8 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from reprise.engine.build.weights import pack_weights
+from reprise.engine.build.weights import pack_weights, unpack_weights
 from reprise.engine.model.loading import ModelRefused
+from reprise.engine.packed import dequantised
 from tests.engine.models import CPU
 from tests.engine.packed import quantised_models as quantised
 from tests.engine.packed.quantised_models import FORMATS
@@ -116,6 +117,27 @@ def test_so_are_those_of_a_checkpoint_without_quantisation(
 ) -> None:
     with pytest.raises(ModelRefused, match=says):
         pack_weights(of_moe(tmp_path, change, "plain"), tmp_path / "models", "q8", CPU)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (no_expert, "experts are .*wants 0 to 11"),
+        (no_gate, "experts are .*wants 0 to 11"),
+        (another_number, "experts are .*wants 0 to 11"),
+        (wide, "cannot be made"),
+        (no_norm, "1 weights are missing, among them model.layers.1.input_layernorm.weight"),
+        (long_norm, r"has the shape \(96,\), the model wants \(64,\)"),
+    ],
+)
+def test_they_are_refused_before_any_is_unpacked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Tensors], None], says: str
+) -> None:
+    path = of_moe(tmp_path, change)
+    monkeypatch.setattr(dequantised, "_write", None)
+    with pytest.raises(ModelRefused, match=says):
+        unpack_weights(path, tmp_path / "models", torch.bfloat16, CPU)
+    assert not list((tmp_path / "models").iterdir())
 
 
 @pytest.mark.parametrize("name", [f"{EXPERTS}3.up_proj", "model.layers.1.self_attn.q_proj"])

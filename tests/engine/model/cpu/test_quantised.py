@@ -47,6 +47,23 @@ def test_a_layer_multiplies_by_its_unpacked_weight(form: Form, outputs: int, inp
 
 
 @pytest.mark.parametrize("form", ALL_FORMS)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_a_layer_computes_in_fp32_without_unpacking(
+    monkeypatch: pytest.MonkeyPatch, form: Form, has_bias: bool
+) -> None:
+    weight = packed(form, 70, 160)
+    bias = torch.randn(70) if has_bias else None
+    layer, numbers = QuantisedLinear(weight, bias), unpack(weight, torch.float64)
+    monkeypatch.setattr(modules, "unpack", None)
+    for count in (1, 3, 21):
+        x, residual = rows(count, 160).float() / 3, rows(count, 70).float()
+        want = F.linear(x.double(), numbers, None if bias is None else bias.double())
+        assert layer(x).dtype == torch.float32
+        assert (layer(x) - want).norm() <= 1e-6 * want.norm()
+        assert (layer(x, residual) - (want + residual)).norm() <= 1e-6 * want.norm()
+
+
+@pytest.mark.parametrize("form", ALL_FORMS)
 def test_a_row_has_the_same_bits_however_many_there_are(form: Form) -> None:
     layer = QuantisedLinear(packed(form, 96, 128), None)
     x = rows(60, 128)
@@ -110,17 +127,31 @@ def test_nan_stays_in_its_row() -> None:
     assert torch.equal(got[[0, 2]], clean[[0, 2]])
 
 
-def test_kernels_that_are_wrong_are_noticed_and_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kernel", ["linear", "linear_in_float32"])
+def test_kernels_that_are_wrong_are_noticed_and_not_used(monkeypatch: pytest.MonkeyPatch, kernel: str) -> None:
     kernels: Any = decode_kernels()
-    linear: Callable[..., None] = kernels.linear
+    linear: Callable[..., None] = getattr(kernels, kernel)
 
     def off(*args: Any) -> None:
         linear(*args)
         args[-1][:] += 64
 
-    monkeypatch.setattr(kernels, "linear", off)
+    monkeypatch.setattr(kernels, kernel, off)
     layer = QuantisedLinear(packed(FORMS[1], 64, 64), None)
     assert not layer.is_right()
     layer.use_no_kernels()
-    x = rows(2, 64)
-    assert torch.equal(layer(x), layer.unpacked(x))
+    for x in (rows(2, 64), rows(2, 64).float()):
+        assert torch.equal(layer(x), layer.unpacked(x))
+
+
+def test_to_check_the_kernels_of_a_large_head_few_of_its_outputs_are_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
+    unpacked = []
+
+    def listening(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
+        unpacked.append(weight.outputs)
+        return unpack(weight, dtype)
+
+    layer = QuantisedLinear(packed(FORMS[0], 10_000, 32), torch.randn(10_000).bfloat16())
+    monkeypatch.setattr(modules, "unpack", listening)
+    assert layer.is_right()
+    assert set(unpacked) == {4096}

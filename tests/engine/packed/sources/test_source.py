@@ -59,6 +59,8 @@ def test_a_checkpoint_that_is_not_quantised_has_no_source(tmp_path: Path) -> Non
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "marlin"),
         ({"quant_method": "gptq", "bits": 4, "is_marlin_format": True}, "marlin"),
         ({"quant_method": "awq", "bits": 8}, "8 bits"),
+        ({"quant_method": "gptq", "bits": "4"}, 'bits in the quantization_config of config.json is "4"'),
+        ({"quant_method": "awq", "bits": 4, "group_size": "128"}, 'group_size .* config.json is "128"'),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "gemv"),
         ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "W4A8_AWQ"),
         ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "marlin-24"),
