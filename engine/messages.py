@@ -14,7 +14,7 @@ from reprise.cache.stats import TokensBySource as TokensBySource
 from reprise.engine.config import EngineConfig
 from reprise.scheduler.sequence import SamplingParams as SamplingParams
 
-WIRE_VERSION = 13
+WIRE_VERSION = 14
 DIVERGENCE_BOUNDS = (1e-4, 2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0)
 """Upper bounds, in nats per token, of the buckets in which `CodecChecks` counts divergences."""
 MAX_HEAD_BYTES = 8 << 20  # largest head of a session: a context of 4 MiB, and the names of its extents
@@ -228,12 +228,13 @@ class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Timings(msgspec.Struct, frozen=True, kw_only=True):
-    """The milliseconds that a choice spent inside the engine."""
+    """The milliseconds that a choice spent inside the engine, and about how many it was spared."""
 
     queue_ms: float  # arrival -> first scheduled
     load_ms: float
     prefill_ms: float  # first scheduled -> first token
     decode_ms: float  # first token -> last token
+    saved_ms: float  # estimate: computing what was cached would have delayed the first token by so much more
 
 
 class Output(msgspec.Struct, frozen=True, kw_only=True):

@@ -3,6 +3,7 @@
 from collections import Counter
 
 from reprise.scheduler.budgets.budget import LEAST_CHUNK, StepCost, StepWork
+from reprise.scheduler.budgets.saved import reuse_s
 from reprise.scheduler.budgets.step_budgets import StepBudgets
 from reprise.scheduler.early_loads import EarlyLoads
 from reprise.scheduler.forecast import Forecast
@@ -176,6 +177,18 @@ class Scheduler:
         if can:
             self._budgets.most_tokens = num_tokens // 2
         return can
+
+    def reuse_s(self, sequence: Sequence) -> float:
+        """Return about how many seconds later the sequence's first token would come if its cached tokens had to be
+        computed; see `reprise.scheduler.budgets.saved`."""
+        limits, most_tokens = self._limits, self._budgets.most_tokens
+        lone_tokens = limits.lone_step_tokens if limits.chunked_prefill else sequence.prompt_tokens
+        return reuse_s(
+            self.cost,
+            prompt_tokens=sequence.prompt_tokens,
+            cached_tokens=sequence.cached_tokens,
+            step_tokens=max(1, lone_tokens if most_tokens is None else min(lone_tokens, most_tokens)),
+        )
 
     # --- a step -------------------------------------------------------------------------------------------------------
 

@@ -81,6 +81,10 @@ class CacheUse(_Answer):
         " not, or there is none"
     )
     load_ms: float | None = Field(description="how long loading the request's KV took")
+    saved_ms: float | None = Field(
+        description="about how much sooner the first token came than if the cached tokens had been computed, by the"
+        " server's measured rates, less what loading them took; never negative"
+    )
     ttft_target_ms: float | None = Field(
         description="target for the first token (`ttft_ms` of the request or its key); null: none"
     )

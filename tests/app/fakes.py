@@ -347,7 +347,9 @@ class FakeEngine:
             last = start + len(chunk) == len(limited)
             decode_ms = 30.0 if last else 0.0
             timings = (
-                Timings(queue_ms=1.0, load_ms=0.0, prefill_ms=2.0, decode_ms=decode_ms) if report or last else None
+                Timings(queue_ms=1.0, load_ms=0.0, prefill_ms=2.0, decode_ms=decode_ms, saved_ms=250.0)
+                if report or last
+                else None
             )
             finish_reason = reason if last else None
             report = last_report or report if last else report

@@ -50,7 +50,7 @@ REPORT = TokensBySource(
     shifted_tokens=0,
     miss_reasons={"new": 3},
 )
-TIMINGS = Timings(queue_ms=0.0, load_ms=0.0, prefill_ms=1.0, decode_ms=1.0)
+TIMINGS = Timings(queue_ms=0.0, load_ms=0.0, prefill_ms=1.0, decode_ms=1.0, saved_ms=0.0)
 MODEL = ModelInfo(
     name="scripted",
     path="",
