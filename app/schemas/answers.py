@@ -428,11 +428,33 @@ class Session(_Answer):
     expires_at: float | None = Field(description="Unix time; null while pinned")
     pinned: bool = Field(description="a pinned session does not expire")
     running: bool = Field(description="a request of it runs")
+    title: str | None = Field(None, description="with `titles`: as PATCH has set it; null: it has none")
+    first_text: str | None = Field(None, description="with `titles`: how the first message of a user begins")
+    num_messages: int | None = Field(None, description="with `titles`: messages kept; null: none are")
 
 
 class SessionList(_Answer):
     object: Literal["list"]
     data: list[Session]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class SessionMessage(_Answer):
+    id: str = Field(description="its place in the conversation, from 0")
+    object: Literal["session.message"]
+    role: str
+    content: str
+    name: str | None = None
+    reasoning_content: str | None = Field(None, description="the thought of an answer")
+    tool_calls: list[Any] | None = Field(None, description="calls of functions, as in a chat")
+    tool_call_id: str | None = None
+
+
+class SessionMessageList(_Answer):
+    object: Literal["list"]
+    data: list[SessionMessage]
     first_id: str | None
     last_id: str | None
     has_more: bool

@@ -169,7 +169,7 @@ def options(parser: ArgumentParser) -> None:
 EXPERIMENT = Experiment(
     name="saved", about=__doc__, measure=measure, show=show, options=options, rounds=4, takes_model=True,
     quick=Quick(
-        options={"rounds": 1, "histories": [200, 700, 2000]},
+        options={"rounds": 1, "histories": [200, 600, 1500]},
         figures=[Figure("median error of saved_ms", lambda result: result["median_error"], 3.0)],
         holds=False,  # six turns
     ),
