@@ -17,8 +17,8 @@ from reprise.app.conversations.digests import Message
 
 MAX_TITLE_CHARS = 200
 FIRST_TEXT_CHARS = 200
-MAX_PAGE_BYTES = 4 << 20  # of the messages of one page as JSON, but it has at least one message
-MAX_MESSAGE_BYTES = 64 << 20  # of one message as JSON; the bodies of requests are shorter
+MAX_PAGE_BYTES = 4 << 20  # most JSON of one page of messages, which has at least one message
+MAX_MESSAGE_BYTES = 64 << 20  # longest JSON of one message; the bodies of requests are shorter
 _MARK_BYTES = 16
 
 # Files of an earlier program lack these tables.
@@ -47,7 +47,7 @@ WHERE s.tenant IN (?, ?) AND s.name = ? AND s.used + s.extra >= ? ORDER BY s.use
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """What a list says of a conversation."""
+    """An entry of the list of conversations."""
 
     tenant: str  # with its salt ("tenant/salt")
     session_id: str

@@ -216,6 +216,18 @@ class ChatChunkChoice(_Answer):
     finish_reason: Literal["stop", "length", "tool_calls"] | None
 
 
+class PromptProgress(_Answer):
+    """The progress of a prompt, in chunks without choices before the first token."""
+
+    prompt_tokens: int = Field(description="tokens of the prompt")
+    read_tokens: int = Field(description="those that are read, found or computed; 0 while it waits")
+    cached_tokens: int = Field(description="those that were found; while it waits, that would be found now")
+    ahead: int = Field(description="requests that start before it; 0: it starts next, or is read")
+    left_ms: float | None = Field(
+        description="about how long the rest takes from its start on, if it is alone; null: not known yet"
+    )
+
+
 class ChatCompletionChunk(_Answer):
     """One event of a streamed chat; the last event is [DONE]."""
 
@@ -227,6 +239,7 @@ class ChatCompletionChunk(_Answer):
     usage: Usage | None = None
     x_cache: CacheUse | None = None
     timings: AnswerTimings | None = None
+    x_progress: PromptProgress | None = None
 
 
 class CompletionLogprobs(_Answer):

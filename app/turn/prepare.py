@@ -97,6 +97,7 @@ class Prepared:
             grammar=self.grammar,
             prompt_logprobs=self.prompt_logprobs,
             prediction=list(self.prediction),
+            progress=isinstance(request, ChatCompletionRequest) and bool(request.stream) and request.include_progress,
         )
 
     def answers(self, tokenizer: ChatTokenizer) -> list[Answer]:

@@ -3,7 +3,7 @@ KV was reused.
 
     python -m benchmarks.speed.saved [--rounds 4] [--histories 200 700 1500 3000]
 
-Conversations of a random 125 M-shape model in bf16, with histories of several lengths. Each goes on with one turn,
+Conversations of a random 125 M-shape model in fp32, with histories of several lengths. Each goes on with one turn,
 whose history is found in HBM, and the same messages are sent once more under a new `cache_salt`, so that all of them
 are computed. Which of the two comes first changes from round to round. What was truly saved is the difference of their
 times to first token, as the client sees them. Then the server is started anew, so that its rates are those of its first
@@ -52,7 +52,7 @@ class Sample:
 
     @property
     def error(self) -> float:
-        """How far the estimate is off, as a share of what was truly saved."""
+        """The distance of the estimate from what was truly saved, as a share of it."""
         return abs(self.saved_ms - self.truly_ms) / max(1e-3, abs(self.truly_ms))
 
 
@@ -139,7 +139,7 @@ def measure(run: Run) -> dict[str, Any]:
     window = histories[-1] + 4 * TURN_TOKENS
     room = 4 * arguments.rounds * (sum(histories) + 4 * TURN_TOKENS * len(histories))
     settings = {
-        "model.source": model, "model.dtype": "bfloat16", "model.max_context": window, "cache.hbm_tokens": room,
+        "model.source": model, "model.dtype": "float32", "model.max_context": window, "cache.hbm_tokens": room,
         "cache.dram_gib": 0, "cache.disk_dir": run.directory / "state",
     }  # fmt: skip
     samples: list[Sample] = []

@@ -1,4 +1,4 @@
-"""Estimates how much longer a prompt would have taken if nothing of it had been cached."""
+"""Estimates how long a prompt takes, and how much longer if nothing of it had been cached."""
 
 from reprise.scheduler.budgets.budget import StepCost, StepWork
 
@@ -18,12 +18,12 @@ def reuse_s(cost: StepCost, *, prompt_tokens: int, cached_tokens: int, step_toke
     """
     return max(
         0.0,
-        _prompt_s(cost, prompt_tokens, 0, step_tokens)
-        - _prompt_s(cost, prompt_tokens - cached_tokens, cached_tokens, step_tokens),
+        prompt_s(cost, prompt_tokens, 0, step_tokens=step_tokens)
+        - prompt_s(cost, prompt_tokens - cached_tokens, cached_tokens, step_tokens=step_tokens),
     )
 
 
-def _prompt_s(cost: StepCost, num_tokens: int, context_len: int, step_tokens: int) -> float:
+def prompt_s(cost: StepCost, num_tokens: int, context_len: int, *, step_tokens: int) -> float:
     """Return the seconds of the steps that compute `num_tokens` tokens of a prompt after `context_len` others. The
     pairs of its chunks add up to those of one chunk, so only their number matters: every step has its fixed cost."""
     if num_tokens <= 0:

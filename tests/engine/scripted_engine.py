@@ -237,6 +237,7 @@ class ScriptedEngine:
         self._running: dict[tuple[str, int], tuple[Submit, int]] = {}  # choice of a request -> tokens so far
         self._steps = 0
         self._aborted = 0
+        self.progress_error: Exception | None = None
         self._finished: dict[str, int] = {}  # "request/choice" -> keep_tokens
 
     def accept(self, request: Submit, now: float) -> list[Output]:
@@ -246,6 +247,12 @@ class ScriptedEngine:
             self._running[request.request_id, choice] = (request, 0)
         if request.session_id == "choke":
             raise ValueError("submit choked")
+        return []
+
+    def progress(self, now: float) -> list[Output]:
+        if self.progress_error is not None:
+            error, self.progress_error = self.progress_error, None
+            raise error
         return []
 
     def abort(self, request_id: str) -> None:

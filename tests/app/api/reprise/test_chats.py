@@ -165,7 +165,7 @@ NAMES = st.lists(st.sampled_from("abcdefgh"), unique=True).map(sorted)
 def test_pages_of_both_lists_give_every_session_once(
     cached: list[str], kept: list[str], exact: list[str], limit: int
 ) -> None:
-    """Whatever of them has KV, messages, or both."""
+    """Some have KV, some have messages, some have both."""
     chats = sorted(
         [("t", name) for name in kept] + [(domains_of("t", "")[1], name) for name in exact],
         key=lambda one: (one[1], one[0]),
