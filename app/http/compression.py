@@ -41,7 +41,7 @@ class Compression:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] != "GET":
+        if scope["type"] != "http" or scope["method"] not in ("GET", "HEAD"):  # HEAD has the headers of GET
             await self._app(scope, receive, send)
             return
         takes_gzip = accepts_gzip(Headers(scope=scope).get("accept-encoding", ""))

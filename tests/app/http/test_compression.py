@@ -69,6 +69,11 @@ async def test_json_is_compressed(body: bytes) -> None:
     assert headers["vary"] == "origin, accept-encoding"
 
 
+async def test_the_headers_of_head_are_those_of_get() -> None:
+    (seen, _), (asked, _) = await answer([LONG]), await answer([LONG], method="HEAD")
+    assert seen == asked
+
+
 @pytest.mark.parametrize(
     "fields",
     [
