@@ -2,7 +2,8 @@
 
 Transcripts hold token ids, from which no message can be read back exactly. So the messages of a session's newest turn
 are kept too, one row each. The next turn repeats them and adds some, and only what it adds is written; where it
-differs, because a message was edited or an answer was made anew, it takes the place of what was kept.
+differs, because a message was edited or an answer was made anew, it takes the place of what was kept. An answer that
+comes back without its thought keeps it, for many clients do not send thoughts.
 """
 
 import json
@@ -13,7 +14,7 @@ from hashlib import blake2b
 from typing import Any
 
 from reprise.app.conversations.database import Database
-from reprise.app.conversations.digests import Message
+from reprise.app.conversations.digests import REASONING, Message, without_reasoning
 
 MAX_TITLE_CHARS = 200
 FIRST_TEXT_CHARS = 200
@@ -27,7 +28,7 @@ CREATE TABLE IF NOT EXISTS chats (
     session INTEGER PRIMARY KEY, count INTEGER NOT NULL, first TEXT NOT NULL, title TEXT
 );
 CREATE TABLE IF NOT EXISTS messages (
-    session INTEGER NOT NULL, place INTEGER NOT NULL, mark BLOB NOT NULL, data BLOB NOT NULL,
+    session INTEGER NOT NULL, place INTEGER NOT NULL, mark BLOB NOT NULL, bare BLOB NOT NULL, data BLOB NOT NULL,
     PRIMARY KEY (session, place)
 ) WITHOUT ROWID
 """
@@ -75,16 +76,21 @@ class MessageTable:
 
     def put(self, session: int, messages: Sequence[Message]) -> None:
         """Keep the messages of a session's newest turn in place of those before it."""
-        texts = [json.dumps(message, separators=(",", ":")).encode() for message in messages]
-        marks = [blake2b(text, digest_size=_MARK_BYTES).digest() for text in texts]
-        kept = self._db.execute("SELECT mark FROM messages WHERE session = ? ORDER BY place", (session,)).fetchall()
-        same = next((n for n, (mark, row) in enumerate(zip(marks, kept, strict=False)) if mark != row[0]), None)
-        start = min(len(marks), len(kept)) if same is None else same
+        texts = [_as_json(message) for message in messages]
+        kept = self._db.execute(
+            "SELECT mark, bare FROM messages WHERE session = ? ORDER BY place", (session,)
+        ).fetchall()
+        start = 0
+        for text, message, (mark, bare) in zip(texts, messages, kept, strict=False):
+            if mark != _mark(text) and (_has_thought(message) or bare != _mark(text)):
+                break
+            start += 1
         if len(kept) > start:
             self._db.execute("DELETE FROM messages WHERE session = ? AND place >= ?", (session, start))
         for place in range(start, len(texts)):
-            row = (session, place, marks[place], zlib.compress(texts[place], 1))
-            self._db.execute("INSERT INTO messages VALUES (?, ?, ?, ?)", row)
+            text, bare = texts[place], _mark(_as_json(without_reasoning(messages[place])))
+            row = (session, place, _mark(text), bare, zlib.compress(text, 1))
+            self._db.execute("INSERT INTO messages VALUES (?, ?, ?, ?, ?)", row)
         self._db.execute(_PUT_CHAT, (session, len(texts), _first_text(messages)))
 
     def entitle(self, sessions: Sequence[int], title: str | None) -> int:
@@ -125,13 +131,25 @@ class MessageTable:
         self._db.execute("DELETE FROM chats WHERE session = ?", (session,))
 
 
+def _as_json(message: Message) -> bytes:
+    return json.dumps(message, separators=(",", ":"), sort_keys=True).encode()
+
+
+def _mark(text: bytes) -> bytes:
+    return blake2b(text, digest_size=_MARK_BYTES).digest()
+
+
+def _has_thought(message: Message) -> bool:
+    return any(message.get(name) for name in REASONING)
+
+
 def _text(mark: Any, data: Any) -> bytes:
     """Return a message as it was written; empty if it is damaged."""
     try:
         text = zlib.decompressobj().decompress(data, MAX_MESSAGE_BYTES)
     except (zlib.error, TypeError):
         return b""
-    return text if blake2b(text, digest_size=_MARK_BYTES).digest() == mark else b""
+    return text if _mark(text) == mark else b""
 
 
 def _first_text(messages: Sequence[Message]) -> str:

@@ -52,6 +52,20 @@ def test_the_newest_turn_is_what_is_kept(turns: list[list[dict[str, Any]]]) -> N
     assert [chat.num_messages for chat in table.chats(NONE, after="", since=0, limit=9)] == [len(turns[-1]), 1]
 
 
+def test_an_answer_keeps_its_thought_until_another_comes(db: Database) -> None:
+    table = MessageTable(db)
+    said = {"role": "assistant", "content": "Blue."}
+    thought = {**said, "reasoning_content": "Which colour?"}
+    table.put(1, [user("Sky?"), thought])
+    table.put(1, [user("Sky?"), said, user("Sea?"), said])
+    assert [message for _, message in page(table).messages] == [user("Sky?"), thought, user("Sea?"), said]
+    other = {**said, "reasoning_content": "Hm."}
+    table.put(1, [user("Sky?"), other, user("Sea?"), other])
+    assert [message for _, message in page(table).messages] == [user("Sky?"), other, user("Sea?"), other]
+    table.put(1, [user("Sky?"), {**said, "content": "Grey."}])
+    assert page(table).messages[1] == (1, {**said, "content": "Grey."})
+
+
 def test_a_turn_writes_only_what_it_adds(db: Database) -> None:
     table = MessageTable(db)
     history = [user(f"message {n}") for n in range(50)]
