@@ -17,7 +17,14 @@ from reprise.cache.storage.throttle import Throttle
 from reprise.engine.build.codec import choose_codec, coded_fingerprint, selected_fingerprint
 from reprise.engine.build.page_dtype import ChosenPages, choose_pages, paged_fingerprint
 from reprise.engine.build.resources import memory
-from reprise.engine.build.weights import load_weights, pack_weights, quantised_form, resolve_files, unpack_weights
+from reprise.engine.build.weights import (
+    is_gguf,
+    load_weights,
+    pack_weights,
+    quantised_form,
+    resolve_files,
+    unpack_weights,
+)
 from reprise.engine.codec.activation import watch_inputs
 from reprise.engine.codec.chosen import ChosenCodec
 from reprise.engine.codec.quality import Subject
@@ -190,10 +197,15 @@ def _files(config: EngineConfig, device: torch.device) -> tuple[Path, torch.dtyp
     # A CPU without products in bf16 is faster in fp32. But packed weights have kernels for bf16 alone, which add up in
     # fp32.
     in_bf16 = torch.bfloat16 if config.model.dtype == "auto" and device.type == "cpu" else dtype
-    against = _against_packing(config, device, in_bf16)
+    against = ""
+    # Asked only where something may be packed: the kernels that this starts slow a CPU down that computes in fp32.
+    if wanted in ("q4", "q8") or is_gguf(config.model.source):
+        against = _against_packing(config, device, in_bf16)
     if against and wanted in ("q4", "q8"):
         raise ModelRefused(f"model.weights is {wanted}, but {against}: take auto")
     path = resolve_files(config.model.source, kept, keep=wanted == "auto" and not against)
+    if is_packed(path) or quantised_form(path):
+        against = _against_packing(config, device, in_bf16)
     if is_packed(path) and against:
         raise ModelRefused(f"the weights of {path} are packed, but {against}: take the original model")
     if is_packed(path) and wanted == "auto":

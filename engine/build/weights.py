@@ -26,6 +26,10 @@ GGUF_SUFFIX = ".gguf"
 DESCRIPTIONS = ("*.json", "*.jinja", "tokenizer.model")  # configuration, tokenizer and index of the weights
 
 
+def is_gguf(model: str) -> bool:
+    return Path(model).suffix == GGUF_SUFFIX
+
+
 def resolve_files(model: str, conversions: Path, keep: bool = False) -> Path:
     """Return the local directory of a model given as a directory, a GGUF file or a hub id. A GGUF file is converted
     once, into `conversions`; keep: leave its weights packed as they are, where possible. From the hub, only files that
@@ -33,7 +37,7 @@ def resolve_files(model: str, conversions: Path, keep: bool = False) -> Path:
     path = Path(model).expanduser()
     if path.is_dir():
         return path
-    if path.suffix == GGUF_SUFFIX and path.exists():
+    if is_gguf(model) and path.exists():
         from reprise.engine.gguf.converted import converted
 
         try:

@@ -363,7 +363,7 @@ class ModelRunner:
         self.weights: LayerWeights | None = None  # through which layers' weights come to HBM; None: they are there
         # whether each layer can write its rows to where they are saved
         self.saves_rows = inputs is None and sum(getattr(m, "saves_rows", False) for m in model.modules()) == len(pages)
-        if pages[0].k.device.type == "cpu" and decode_kernels() is not None:
+        if pages[0].k.device.type == "cpu" and pages[0].has_kernels and decode_kernels() is not None:
             use_torch_threads()  # for all calls from this thread
 
     @torch.inference_mode()

@@ -50,9 +50,9 @@ class TorchAttention:
 
     name = "torch"
     page_multiple = 32
+    _has_single_rows = True  # whether the decode kernels may take sequences of one row
 
     def __init__(self) -> None:
-        self._kernels = decode_kernels()
         self._flash = flash_kernels(exact=False)
 
     def forward(self, q: Tensor, kv: KvPages, meta: AttentionMeta, params: AttentionParams) -> Tensor:
@@ -62,9 +62,11 @@ class TorchAttention:
         # The fused kernels need equal key and value widths and a positive scale, and exist only on CPU.
         fused = not exact and kv.k_dim == kv.v_dim and q.device.type == "cpu" and params.scale > 0
         single = many = False  # whether compiled kernels take sequences of one row, and of several rows
-        if not exact and self._kernels is not None and q.dtype == torch.bfloat16 and fits_kernels(q.shape[1], kv):
+        takes_bf16 = not exact and q.dtype == torch.bfloat16 and fits_kernels(q.shape[1], kv)
+        kernels = decode_kernels() if takes_bf16 and self._has_single_rows else None
+        if kernels is not None:
             single = True
-            _decode_together(self._kernels, q, kv, meta, params, out)
+            _decode_together(kernels, q, kv, meta, params, out)
             if self._flash is not None and params.scale > 0 and _fits_flash(kv):
                 many = True
                 _prefill_together(self._flash, q, kv, meta, params, 2, out)
@@ -101,11 +103,12 @@ class ExactAttention(TorchAttention):
     Every row, even a single one, goes through the kernel for many rows, whose blocks of keys begin at fixed positions.
     Where that kernel cannot run, this backend works like `TorchAttention` and promises nothing."""
 
+    _has_single_rows = False
+
     def __init__(self, *, kind: str) -> None:
         """Set up. kind: a name for how the model's matrix products round on this processor. It becomes a part of the
         backend's name, because KV that was rounded in different ways must not be mixed."""
         self.name = f"torch-exact-{kind}"
-        self._kernels = None
         self._flash = flash_kernels(exact=True)
 
     def forward(self, q: Tensor, kv: KvPages, meta: AttentionMeta, params: AttentionParams) -> Tensor:

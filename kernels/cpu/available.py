@@ -62,7 +62,10 @@ def load_kernels() -> ModuleType | None:
     if platform.machine() != "x86_64" or not torch.cpu._is_avx2_supported():
         return None
     try:
-        has_team = decode_kernels() is not None  # must come before numba chooses its threading layer
+        # Must come before numba chooses its threading layer. It starts a pool of threads, which slows torch down on a
+        # processor without AVX-512 that computes in fp32, so there it is asked for by what needs it.
+        is_wanted = torch.cpu._is_avx512_supported() or decode_kernels.cache_info().currsize > 0
+        has_team = is_wanted and decode_kernels() is not None
         announce_compiling()
         module = importlib.import_module("reprise.kernels.cpu.load")
         module.self_test(has_team)
@@ -88,7 +91,7 @@ def expert_kernels() -> ModuleType | None:
 def select_kernels() -> ModuleType | None:
     """Return `reprise.kernels.cpu.select`, or None if it cannot run. It needs the decode kernels, and that numba
     compiles for AVX-512. If it did not, LLVM would end the process."""
-    if decode_kernels() is None or "+avx512f" not in _features():
+    if not torch.cpu._is_avx512_supported() or decode_kernels() is None or "+avx512f" not in _features():
         return None
     return _checked("select", "attention to chosen rows without compiled kernels")
 
@@ -97,7 +100,7 @@ def select_kernels() -> ModuleType | None:
 def flash_kernels(exact: bool) -> ModuleType | None:
     """Return `reprise.kernels.cpu.flash`, or None if it cannot or should not run. It needs dot products of bf16 pairs.
     With AMX, torch's own attention multiplies bf16 tiles and is faster, but not exact."""
-    if decode_kernels() is None or not dots_of_pairs() or (torch.cpu._is_amx_tile_supported() and not exact):
+    if not dots_of_pairs() or (torch.cpu._is_amx_tile_supported() and not exact) or decode_kernels() is None:
         return None
     return _checked("flash", "attention of many rows without compiled kernels")
 
@@ -105,7 +108,7 @@ def flash_kernels(exact: bool) -> ModuleType | None:
 @functools.cache
 def product_kernels() -> ModuleType | None:
     """Return `reprise.kernels.cpu.products`, or None if it cannot run. It needs dot products of bf16 pairs."""
-    if decode_kernels() is None or not dots_of_pairs():
+    if not dots_of_pairs() or decode_kernels() is None:
         return None
     return _checked("products", "products without kernels of one order", tiles_of_pairs())
 

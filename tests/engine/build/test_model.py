@@ -1,7 +1,9 @@
 """Tests which attention a model is given: the one whose decode steps can be graphs goes first."""
 
+import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -50,3 +52,20 @@ def test_flash_attn_takes_the_models_that_triton_refuses(monkeypatch: pytest.Mon
     monkeypatch.setattr(build, "probe", _refuse_triton)
     backend, _, _ = build.find_attention(torch.nn.Identity(), torch.device("cuda"))
     assert backend.name == "flash"
+
+
+@pytest.mark.long
+def test_a_plain_model_in_fp32_does_not_start_the_kernels_for_bf16(tmp_path: Path) -> None:
+    """Without AVX-512 their pool of threads slows it down."""
+    program = f"""
+import torch
+torch.cpu._is_avx512_supported = torch.cpu._is_avx512_bf16_supported = lambda: False
+from pathlib import Path
+from reprise.kernels.cpu.available import decode_kernels
+from tests.engine.driver import Driver
+from tests.engine.saved_models import save_model
+path = save_model("llama", Path({str(tmp_path / "model")!r})).path
+Driver(path, dtype="float32", disk_dir={str(tmp_path / "state")!r}).ask("a", [5, 6, 7], max_tokens=3)
+assert not decode_kernels.cache_info().currsize
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=100)
