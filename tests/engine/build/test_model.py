@@ -56,7 +56,7 @@ def test_flash_attn_takes_the_models_that_triton_refuses(monkeypatch: pytest.Mon
 
 @pytest.mark.long
 def test_a_plain_model_in_fp32_does_not_start_the_kernels_for_bf16(tmp_path: Path) -> None:
-    """Without AVX-512 their pool of threads slows it down."""
+    """Keep a pool of threads away that slows it down without AVX-512."""
     program = f"""
 import torch
 torch.cpu._is_avx512_supported = torch.cpu._is_avx512_bf16_supported = lambda: False
