@@ -194,6 +194,14 @@ def session_not_found(session_id: str) -> ApiError:
     return ApiError(404, f"No session '{session_id[:200]}' found.", code="session_not_found", param="session_id")
 
 
+def no_transcript(session_id: str) -> ApiError:
+    message = (
+        f"No messages of session '{session_id[:200]}' are kept: it is unknown or over, or its turns came from another"
+        " server or before messages were kept."
+    )
+    return ApiError(404, message, code="no_transcript", param="session_id")
+
+
 def session_error(code: str, session_id: str) -> ApiError:
     """Return the error that a client gets for the engine's error code about a session."""
     match code:

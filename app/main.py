@@ -19,6 +19,7 @@ from reprise.app.conversations.response_store import ResponseStore
 from reprise.app.conversations.text_thread import TextThread
 from reprise.app.conversations.transcripts import Transcripts
 from reprise.app.errors import install_handlers
+from reprise.app.http.compression import Compression
 from reprise.app.http.cors import cors_options
 from reprise.app.http.middleware import Authentication, RequestContext
 from reprise.app.observe.answer_log import AnswerLog
@@ -201,6 +202,7 @@ def add_routes(app: FastAPI) -> None:
 def add_middleware(app: FastAPI, parts: Parts) -> None:
     """Add the layers that every request passes before its route: the last one added comes first."""
     server = parts.settings.server
+    app.add_middleware(Compression)
     app.add_middleware(Authentication, keyring=parts.keyring, hostnames=(server.host, *server.hostnames))
     if server.cors_origins:
         # In front of the keys: a browser asks without one whether it may ask.

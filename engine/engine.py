@@ -8,6 +8,7 @@ from reprise.cache.manager import CacheManager
 from reprise.cache.storage.first_touch import FirstTouch
 from reprise.cache.transfer.transfer import Transfer
 from reprise.engine.messages import Adopt, Head, ModelInfo, Output, SessionReply, SessionRequest, Stats, Submit
+from reprise.engine.progress import PromptProgress
 from reprise.engine.requests import KnownRequests
 from reprise.engine.sessions import SessionDirectory
 from reprise.engine.step.batch_step import BatchStep
@@ -36,11 +37,14 @@ class Engine:
         step: BatchStep,
         sessions: SessionDirectory,
         first_touch: FirstTouch,
+        progress: PromptProgress,
         stats: Callable[[], Stats],
     ) -> None:
         self.model = model
         self._cache, self._transfer, self._first_touch = cache, transfer, first_touch
         self._requests, self._step, self._sessions = requests, step, sessions
+        self.progress = progress.take
+        """Returns outputs that tell how far prompts are read; see `PromptProgress.take`."""
         self.stats = stats
         """Returns the current counts of all parts of the engine."""
 

@@ -201,6 +201,8 @@ class Intake:
             reads_in_part=self._model.selector != "none" and not self._is_exact(sequence_id),
             prompt_logprobs=request.prompt_logprobs if index == 0 and not is_over else None,
             prediction=request.prediction,
+            # What is resumed has had its first token, or another server has told of it.
+            wants_progress=request.progress and index == 0 and not request.resume,
         )
         if choice.penalties is not None:
             for token_id in resumed:

@@ -14,7 +14,7 @@ from reprise.cache.stats import TokensBySource as TokensBySource
 from reprise.engine.config import EngineConfig
 from reprise.scheduler.sequence import SamplingParams as SamplingParams
 
-WIRE_VERSION = 13
+WIRE_VERSION = 14
 DIVERGENCE_BOUNDS = (1e-4, 2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0)
 """Upper bounds, in nats per token, of the buckets in which `CodecChecks` counts divergences."""
 MAX_HEAD_BYTES = 8 << 20  # largest head of a session: a context of 4 MiB, and the names of its extents
@@ -49,6 +49,7 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     grammar: str = ""  # llguidance's, which every choice keeps to; "" is none
     prompt_logprobs: int | None = None  # logprobs of the prompt's tokens, with so many likely ones; computes all of it
     prediction: list[int] = []  # what its answers are expected to say
+    progress: bool = False  # outputs of the first choice tell how far its prompt is read, until its first token
     resume: list[list[int] | None] = []
     """The tokens of each choice that another engine has generated; this engine continues after them. They are not sent
     again, and count as generated. None: the choice has ended, and nothing is sent for it. An empty list: a new request.
@@ -228,12 +229,23 @@ class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Timings(msgspec.Struct, frozen=True, kw_only=True):
-    """The milliseconds that a choice spent inside the engine."""
+    """The milliseconds that a choice spent inside the engine, and about how many it was spared."""
 
     queue_ms: float  # arrival -> first scheduled
     load_ms: float
     prefill_ms: float  # first scheduled -> first token
     decode_ms: float  # first token -> last token
+    saved_ms: float  # estimate: computing what was cached would have delayed the first token by so much more
+
+
+class Progress(msgspec.Struct, frozen=True, kw_only=True):
+    """The progress of a prompt before its first token."""
+
+    prompt_tokens: int
+    read_tokens: int  # tokens whose KV is in HBM, found or computed; 0 while it waits
+    cached_tokens: int  # tokens that were found; while it waits, near the front of the queue: that would be found now
+    ahead: int  # requests that start before it; 0: it starts next, or runs
+    left_ms: float | None  # estimate of what loading and computing the rest takes, once it runs; None: not known yet
 
 
 class Output(msgspec.Struct, frozen=True, kw_only=True):
@@ -252,6 +264,23 @@ class Output(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: list[TokenLogprob] | None = None  # set in the first output, for all tokens but the first
     accepted_predictions: int = 0  # set in the last output: drafted tokens of the prediction that were right
     rejected_predictions: int = 0
+    progress: Progress | None = None  # set only in outputs without tokens, before the first token
+
+
+def progress_output(request_id: str, choice: int, progress: Progress) -> Output:
+    """Return an output that tells how far a choice's prompt is read, and nothing else."""
+    return Output(
+        request_id=request_id,
+        choice=choice,
+        token_ids=[],
+        logprobs=None,
+        finish_reason=None,
+        report=None,
+        timings=None,
+        error=None,
+        error_code=None,
+        progress=progress,
+    )
 
 
 def error_output(request_id: str, choice: int, code: str, message: str) -> Output:

@@ -53,7 +53,7 @@ class Kind(StrEnum):
 
     OPENING = "o"  # what precedes the first token; the note describes the answer
     DELTA = "d"  # the note has the token ids that made these events
-    PING = "p"
+    PING = "p"  # a sign of life without a note: a comment, or how far the prompt is read
     CLOSING = "c"  # the answer is complete
     FAILED = "f"  # its last events, an error that every replica would give
     BROKEN = "b"  # its last events, an error of this replica: another one may go on instead

@@ -3,6 +3,7 @@
 from collections import Counter
 
 from reprise.scheduler.budgets.budget import LEAST_CHUNK, StepCost, StepWork
+from reprise.scheduler.budgets.saved import prompt_s, reuse_s
 from reprise.scheduler.budgets.step_budgets import StepBudgets
 from reprise.scheduler.early_loads import EarlyLoads
 from reprise.scheduler.forecast import Forecast
@@ -176,6 +177,38 @@ class Scheduler:
         if can:
             self._budgets.most_tokens = num_tokens // 2
         return can
+
+    def reuse_s(self, sequence: Sequence) -> float:
+        """Return about how many seconds later the sequence's first token would come if its cached tokens had to be
+        computed; see `reprise.scheduler.budgets.saved`."""
+        return reuse_s(
+            self.cost,
+            prompt_tokens=sequence.prompt_tokens,
+            cached_tokens=sequence.cached_tokens,
+            step_tokens=self._step_tokens(sequence),
+        )
+
+    def prompt_s(self, sequence: Sequence, num_read: int) -> float:
+        """Return about how long computing the prompt takes after its first `num_read` tokens, if it is alone."""
+        num_tokens = sequence.prompt_tokens - num_read
+        return prompt_s(self.cost, num_tokens, num_read, step_tokens=self._step_tokens(sequence))
+
+    def expected(self, sequence: Sequence) -> tuple[int, float]:
+        """Return (tokens of a waiting sequence's prompt that are stored now, seconds that loading them would delay its
+        first token)."""
+        found = self._cache.residency(sequence.request_id)
+        return max(0, sequence.prompt_tokens - found.missing_tokens), found.exposed_s
+
+    def places(self) -> dict[str, int]:
+        """Return how many others start before each waiting sequence, by its request id."""
+        line = self._waiting.front(self._waiting.count)
+        return {sequence.request_id: place for place, sequence in enumerate(line)}
+
+    def _step_tokens(self, sequence: Sequence) -> int:
+        """Return the most tokens of the sequence's prompt that a step computes while nothing decodes."""
+        limits, most_tokens = self._limits, self._budgets.most_tokens
+        lone_tokens = limits.lone_step_tokens if limits.chunked_prefill else sequence.prompt_tokens
+        return max(1, lone_tokens if most_tokens is None else min(lone_tokens, most_tokens))
 
     # --- a step -------------------------------------------------------------------------------------------------------
 

@@ -10,10 +10,11 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from reprise.app.conversations.first_tools import FirstTools
+from reprise.app.conversations.message_table import MessagePage
 from reprise.app.conversations.offered import Offered, Tools
 from reprise.app.conversations.prepared_prompt import PreparedPrompt
 from reprise.app.conversations.transcript_rows import Exported
-from reprise.app.conversations.transcripts import Transcripts
+from reprise.app.conversations.transcripts import KeptChat, Transcripts
 
 SWEEP_S = 60.0
 LONG_CHARS = 1 << 18  # characters of all messages; fewer are tokenized in half a second at most
@@ -67,6 +68,23 @@ class TextThread:
     async def forget(self, session_id: str, *, tenant: str) -> int:
         """Call `Transcripts.forget` after everything that was recorded before."""
         call = partial(self._transcripts.forget, session_id, tenant=tenant)
+        return await asyncio.get_running_loop().run_in_executor(self._executor, call)
+
+    async def entitle(self, session_id: str, *, tenant: str, title: str | None) -> bool:
+        """Call `Transcripts.entitle` after everything that was recorded before."""
+        call = partial(self._transcripts.entitle, session_id, tenant=tenant, title=title)
+        return await asyncio.get_running_loop().run_in_executor(self._executor, call)
+
+    async def chats(self, tenants: tuple[str, str], *, after: str, now: float, limit: int) -> list[KeptChat]:
+        """Call `Transcripts.chats` after everything that was recorded before."""
+        call = partial(self._transcripts.chats, tenants, after=after, now=now, limit=limit)
+        return await asyncio.get_running_loop().run_in_executor(self._executor, call)
+
+    async def messages(
+        self, tenants: tuple[str, str], session_id: str, *, after: int, now: float, limit: int
+    ) -> MessagePage | None:
+        """Call `Transcripts.messages` after everything that was recorded before."""
+        call = partial(self._transcripts.messages, tenants, session_id, after=after, now=now, limit=limit)
         return await asyncio.get_running_loop().run_in_executor(self._executor, call)
 
     async def export(self, session_id: str, *, tenant: str, after: int, most: int) -> Exported:

@@ -11,13 +11,15 @@ import sqlite3
 from array import array
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from reprise.app.conversations.database import Database
-from reprise.app.conversations.digests import digest
+from reprise.app.conversations.digests import Message, digest
+from reprise.app.conversations.message_table import SCHEMA as MESSAGES
+from reprise.app.conversations.message_table import Chat, MessagePage, MessageTable
 from reprise.app.conversations.offered import Tools
 from reprise.app.conversations.outline import Asked, Outline
 from reprise.app.conversations.outline_table import SCHEMA as OUTLINES
@@ -31,6 +33,7 @@ SCHEMA_VERSION = 2
 MAX_EXACT = 2  # records of the same text that a lookup compares
 MAX_SIBLINGS = 64  # answers to one prompt that a lookup compares
 SWEEP_BATCH = 200  # sessions that one sweep removes; a longer sweep would hold up requests
+_MAX_SALTS = 1000  # sessions of one id, under a tenant's salts, that get a title together
 HOT_TOKENS = 4_000_000  # most tokens of recently used answers in memory; 4 bytes each
 
 _SCHEMA = """
@@ -159,8 +162,9 @@ class TranscriptStore:
 
     def __init__(self, *, path: Path | None, max_bytes: int, max_answers_per_prompt: int) -> None:
         """Open the store. max_bytes: bounds the database file with its indexes; the log beside it adds up to 4 MiB."""
-        self._db = Database(path=path, schema=_SCHEMA, version=SCHEMA_VERSION, added=OUTLINES)
+        self._db = Database(path=path, schema=_SCHEMA, version=SCHEMA_VERSION, added=f"{OUTLINES};{MESSAGES}")
         self._outlines = OutlineTable(self._db)
+        self._messages = MessageTable(self._db)
         self._max_bytes = max_bytes
         self._max_answers = max_answers_per_prompt
         self._hot: OrderedDict[int, History] = OrderedDict()  # by answer id, least recently used first
@@ -219,10 +223,21 @@ class TranscriptStore:
         return full
 
     @_forgiving(lambda: None)
-    def add(self, prompt: PreparedPrompt, answer: NewAnswer, *, now: float, outline: NewOutline | None = None) -> None:
-        """Record an answer, and the outline of its request. Recording the same one again only renews its session."""
+    def add(
+        self,
+        prompt: PreparedPrompt,
+        answer: NewAnswer,
+        *,
+        now: float,
+        outline: NewOutline | None = None,
+        messages: Sequence[Message] = (),
+    ) -> None:
+        """Record an answer, the outline of its request, and the conversation's messages with it if there are any.
+        Recording the same answer again renews its session and replaces the messages."""
         with self._db.transaction():
             session = self._session(prompt.tenant, prompt.session_id, now)
+            if messages:
+                self._messages.put(session, messages)
             prompt_id, prompt_digest = self._add_prompt(session, prompt)
             columns = (
                 *(answer.chain, answer.bare, answer.tail, answer.token_ids.tobytes()),
@@ -230,6 +245,7 @@ class TranscriptStore:
             )
             mark = digest("answer", *columns, prompt_digest)
             if self._db.execute("SELECT 1 FROM answers WHERE prompt = ? AND digest = ?", (prompt_id, mark)).fetchone():
+                self._make_room()
                 return
             answer_id = self._insert_answer(session, prompt_id, columns, mark)
             if outline is not None:
@@ -254,6 +270,27 @@ class TranscriptStore:
     def tools(self, key: bytes) -> Tools | None:
         """Return a list of tools as it came first, by its key."""
         return self._outlines.tools(key)
+
+    @_forgiving(int)
+    def entitle(self, session_id: str, *, tenant: str, title: str | None) -> int:
+        """Give a title to what a tenant has recorded under this id, with or without salts. Returns how many sessions
+        have it now; those without messages have none."""
+        with self._db.transaction():
+            values = {"name": session_id, "tenant": tenant}
+            rows = self._db.execute(f"SELECT id FROM sessions WHERE {_OF_TENANT} LIMIT {_MAX_SALTS}", values).fetchall()
+            return self._messages.entitle([row[0] for row in rows], title)
+
+    @_forgiving(list)
+    def chats(self, tenants: tuple[str, str], *, after: str, since: float, limit: int) -> list[Chat]:
+        """Return the conversations that have messages; see `MessageTable.chats`."""
+        return self._messages.chats(tenants, after=after, since=since, limit=limit)
+
+    @_forgiving(lambda: None)
+    def message_page(
+        self, tenants: tuple[str, str], session_id: str, *, after: int, since: float, limit: int
+    ) -> MessagePage | None:
+        """Return messages of a session; see `MessageTable.page`."""
+        return self._messages.page(tenants, session_id, after=after, since=since, limit=limit)
 
     def export(self, session_id: str, *, tenant: str, after: int, most: int) -> Exported:
         """Return the rows of a session's answers recorded after the one with the id `after`, at most the newest `most`.
@@ -450,6 +487,7 @@ class TranscriptStore:
 
     def _drop_session(self, session: int) -> None:
         self._outlines.drop(session)
+        self._messages.drop(session)
         self._db.execute("DELETE FROM answers WHERE session = ?", (session,))
         self._db.execute("DELETE FROM prompts WHERE session = ?", (session,))
         self._db.execute("DELETE FROM sessions WHERE id = ?", (session,))

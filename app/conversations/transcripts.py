@@ -25,7 +25,7 @@ import threading
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from reprise.app.conversations.digests import REASONING, Message, canonical, dig
 from reprise.app.conversations.divergence import Change, Divergence, explain
 from reprise.app.conversations.drafts import Continued, Draft, ShiftedOn, Whole
 from reprise.app.conversations.known_chains import RecentChains
+from reprise.app.conversations.message_table import Chat, MessagePage
 from reprise.app.conversations.offered import Offered, Tools
 from reprise.app.conversations.outline import Asked, outline_of, tail_of
 from reprise.app.conversations.outline_table import NewOutline
@@ -52,6 +53,14 @@ EXCERPT_TOKENS = 64  # before the place where a prompt leaves its conversation, 
 MAX_COMPARED_TOKENS = 1 << 14  # from that place on, to find where the text differs
 _KNOWN_CHAINS_BYTES = 4 << 20  # most for conversations whose next turn is recognised by comparing texts
 _FOR_EVER_S = 1e12
+
+
+@dataclass(frozen=True, slots=True)
+class KeptChat:
+    """A conversation whose messages are kept."""
+
+    chat: Chat
+    expires_s: float | None  # unix time; None: not while there is room
 
 
 class Transcripts:
@@ -153,9 +162,12 @@ class Transcripts:
         text: str,
         text_ends: Sequence[int],
         now: float,
+        messages: Sequence[Message] = (),
     ) -> None:
         """Record an answer. answer: the message as the client will send it back. text: what `token_ids` decode to,
         which a stop string may have shortened. text_ends: for each token, the number of characters complete after it.
+        messages: the conversation with this answer as the client knows it, to be shown again; empty: what is kept of
+        it stays as it is.
         """
         bare = without_reasoning(answer)
         new = NewAnswer(
@@ -168,7 +180,7 @@ class Transcripts:
         )
         without_thoughts = _without_thoughts(prompt, new, answer)
         with self._lock:
-            self._store.add(prompt, new, now=now, outline=self._outline(prompt, answer))
+            self._store.add(prompt, new, now=now, outline=self._outline(prompt, answer), messages=messages)
             if without_thoughts is not None:
                 self._store.add(*without_thoughts, now=now)
 
@@ -190,6 +202,30 @@ class Transcripts:
         sessions."""
         with self._lock:
             return self._store.forget(session_id, tenant=tenant)
+
+    def entitle(self, session_id: str, *, tenant: str, title: str | None) -> bool:
+        """Give a title to a session, with or without salts; None takes it away. Returns False if nothing is kept of its
+        messages, so that there is nothing to entitle."""
+        with self._lock:
+            return self._store.entitle(session_id, tenant=tenant, title=title) > 0
+
+    def chats(self, tenants: tuple[str, str], *, after: str, now: float, limit: int) -> list[KeptChat]:
+        """Return the conversations whose messages are kept, by session id, from the one after `after` on. tenants: with
+        their salts."""
+        with self._lock:
+            found = self._store.chats(tenants, after=after, since=now - self._ttl_s, limit=limit)
+        return [
+            KeptChat(chat, None if chat.kept_s >= _FOR_EVER_S else chat.used_s + self._ttl_s + chat.kept_s)
+            for chat in found
+        ]
+
+    def messages(
+        self, tenants: tuple[str, str], session_id: str, *, after: int, now: float, limit: int
+    ) -> MessagePage | None:
+        """Return messages of a session, from the one after the place `after` on; None if none are kept of it. tenants:
+        with their salts; of several sessions the last used is taken."""
+        with self._lock:
+            return self._store.message_page(tenants, session_id, after=after, since=now - self._ttl_s, limit=limit)
 
     def export(self, session_id: str, *, tenant: str, after: int, most: int) -> Exported:
         """Return what was recorded of a session after the answer with the id `after`, for other servers. tenant: with

@@ -69,6 +69,7 @@ class Live(TurnObserver):
             "at": round(time.time(), 3),
             "ttft_ms": round((answer.first_token_s - turn.arrived_s) * 1e3, 3),
             "load_ms": None if answer.timings is None else round(answer.timings.load_ms, 3),
+            "saved_ms": None if answer.timings is None else round(answer.timings.saved_ms, 3),
             **source_fields(report),
             "truncated_tokens": report.truncated_tokens,
             "history_tokens": report.history_tokens,

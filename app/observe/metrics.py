@@ -66,6 +66,11 @@ class Metrics(TurnObserver):
             ("outcome",),
             registry=self._registry,
         )
+        self.saved = Counter(
+            "reprise_saved_seconds",
+            "About how much sooner first tokens came because KV was reused, by the engine's measured rates.",
+            registry=self._registry,
+        )
         for outcome in ("made", "missed"):
             self.targets.labels(outcome)
         for source in SOURCES:
@@ -101,6 +106,8 @@ class Metrics(TurnObserver):
         self.ttft.observe(ttft_s)
         if answer is turn.choices[0] and turn.made_target is not None:
             self.targets.labels("made" if turn.made_target else "missed").inc()
+        if answer is turn.choices[0] and answer.timings is not None and not answer.is_resumed:
+            self.saved.inc(max(0.0, answer.timings.saved_ms) / 1e3)
         report = answer.report
         if report is None:
             return

@@ -81,6 +81,10 @@ class CacheUse(_Answer):
         " not, or there is none"
     )
     load_ms: float | None = Field(description="how long loading the request's KV took")
+    saved_ms: float | None = Field(
+        description="about how much sooner the first token came than if the cached tokens had been computed, by the"
+        " server's measured rates, less what loading them took; never negative"
+    )
     ttft_target_ms: float | None = Field(
         description="target for the first token (`ttft_ms` of the request or its key); null: none"
     )
@@ -212,6 +216,18 @@ class ChatChunkChoice(_Answer):
     finish_reason: Literal["stop", "length", "tool_calls"] | None
 
 
+class PromptProgress(_Answer):
+    """The progress of a prompt, in chunks without choices before the first token."""
+
+    prompt_tokens: int = Field(description="tokens of the prompt")
+    read_tokens: int = Field(description="those that are read, found or computed; 0 while it waits")
+    cached_tokens: int = Field(description="those that were found; while it waits, that would be found now")
+    ahead: int = Field(description="requests that start before it; 0: it starts next, or is read")
+    left_ms: float | None = Field(
+        description="about how long the rest takes from its start on, if it is alone; null: not known yet"
+    )
+
+
 class ChatCompletionChunk(_Answer):
     """One event of a streamed chat; the last event is [DONE]."""
 
@@ -223,6 +239,7 @@ class ChatCompletionChunk(_Answer):
     usage: Usage | None = None
     x_cache: CacheUse | None = None
     timings: AnswerTimings | None = None
+    x_progress: PromptProgress | None = None
 
 
 class CompletionLogprobs(_Answer):
@@ -424,11 +441,33 @@ class Session(_Answer):
     expires_at: float | None = Field(description="Unix time; null while pinned")
     pinned: bool = Field(description="a pinned session does not expire")
     running: bool = Field(description="a request of it runs")
+    title: str | None = Field(None, description="with `titles`: as PATCH has set it; null: it has none")
+    first_text: str | None = Field(None, description="with `titles`: how the first message of a user begins")
+    num_messages: int | None = Field(None, description="with `titles`: messages kept; null: none are")
 
 
 class SessionList(_Answer):
     object: Literal["list"]
     data: list[Session]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class SessionMessage(_Answer):
+    id: str = Field(description="its place in the conversation, from 0")
+    object: Literal["session.message"]
+    role: str
+    content: str
+    name: str | None = None
+    reasoning_content: str | None = Field(None, description="the thought of an answer")
+    tool_calls: list[Any] | None = Field(None, description="calls of functions, as in a chat")
+    tool_call_id: str | None = None
+
+
+class SessionMessageList(_Answer):
+    object: Literal["list"]
+    data: list[SessionMessage]
     first_id: str | None
     last_id: str | None
     has_more: bool

@@ -182,6 +182,7 @@ Thinking = Annotated[ThinkingOptions, BeforeValidator(_thinking, json_schema_inp
 
 class StreamOptions(Part):
     include_usage: bool = False
+    include_progress: bool = False
     include_obfuscation: bool | None = None
 
 
@@ -325,6 +326,10 @@ class GenerationRequest(Part):
     @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def include_progress(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_progress
 
     @property
     def keep_s(self) -> float | None:

@@ -11,6 +11,7 @@ from reprise.app.text.answer_parts import AnswerParts, AnswerWriter, Call, TextP
 from reprise.app.text.tokenizer import ChatTokenizer
 from reprise.engine.messages import (
     Output,
+    Progress,
     Timings,
     TokenLogprob,
     TokensBySource,
@@ -28,6 +29,11 @@ class Delta:
     token_ids: list[int]  # taken in since the choice's delta before; their text may still be held back
     token_logprobs: list[TokenLogprob] | None  # logprobs of these ids
     text_logprobs: list[list[dict[str, Any]]]  # those of each text of the content in `parts`, in order
+    progress: Progress | None = None  # how far the prompt is read; then all else is empty
+
+    @classmethod
+    def of_progress(cls, choice: int, progress: Progress) -> "Delta":
+        return cls(choice, AnswerParts(), None, None, [], None, [], progress)
 
 
 class Answer:

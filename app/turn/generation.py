@@ -216,6 +216,8 @@ class Generation(AsyncIterator[Delta]):
             choice = self.choices[output.choice]
             if choice.index not in self._open:
                 continue
+            if output.progress is not None:
+                return Delta.of_progress(choice.index, output.progress)
             self._note(choice, output)
             if output.finish_reason == "error":
                 raise self._failed(self._refusal(output))

@@ -12,9 +12,10 @@ from typing import Any, TypeVar
 from reprise.app.conversations.prepared_prompt import PreparedPrompt
 from reprise.app.conversations.text_thread import TextThread
 from reprise.app.errors import cannot_be_shortened, invalid
-from reprise.app.schemas.chat import ChatCompletionRequest
+from reprise.app.schemas.chat import ChatCompletionRequest, Message
 from reprise.app.schemas.completions import CompletionRequest
 from reprise.app.schemas.fields import SESSION_ID, SESSION_ID_RULE, GenerationRequest
+from reprise.app.schemas.tools import rendered_call
 from reprise.app.settings.sections import CacheSettings
 from reprise.app.text.answer_parser import AnswerParser
 from reprise.app.text.answer_parts import AnswerWriter, Wanted
@@ -23,6 +24,7 @@ from reprise.app.text.template import TemplateError
 from reprise.app.text.tokenizer import ChatTokenizer, PromptTooLong
 from reprise.app.turn.alone import LoneTurn
 from reprise.app.turn.answer import Answer
+from reprise.app.turn.domains import domain_of
 from reprise.app.turn.ports import TurnHooks
 from reprise.app.turn.token_limits import TokenLimits
 from reprise.engine.messages import ModelInfo, SamplingParams, Shift, Submit
@@ -95,6 +97,7 @@ class Prepared:
             grammar=self.grammar,
             prompt_logprobs=self.prompt_logprobs,
             prediction=list(self.prediction),
+            progress=isinstance(request, ChatCompletionRequest) and bool(request.stream) and request.include_progress,
         )
 
     def answers(self, tokenizer: ChatTokenizer) -> list[Answer]:
@@ -136,8 +139,7 @@ async def prepare_chat(
     if request.may_have_form:
         grammar, grammar_param = await grammar_of(request, form), param_of(request)
     kept = request.messages[:-1] if request.continue_final_message else request.messages
-    # A client with another salt must not even learn that another had the same conversation.
-    domain = f"{tenant}/{request.salt}" if request.salt else tenant
+    domain = domain_of(tenant, request.salt)
     offered = None
     if request.tools:
         offered = await transcripts.first_seen([tool.as_rendered() for tool in request.tools], tenant=domain)
@@ -179,6 +181,7 @@ async def prepare_chat(
             text=prefix + choice.text,
             text_ends=_text_ends(tokenizer, prefix_ids, choice),
             now=time.time(),
+            messages=_said(request, kept, prefix, choice),
         )
 
     expected = request.prediction.content if request.prediction is not None else ""
@@ -248,6 +251,19 @@ def prepare_text(request: CompletionRequest, prompt: Prompt, session_id: str | N
         keep_first_tokens=request.keep_first_tokens or 0,
         prompt_logprobs=request.logprobs if request.echo else None,
     )
+
+
+def _said(request: ChatCompletionRequest, kept: Sequence[Message], prefix: str, choice: Answer) -> list[dict[str, Any]]:
+    """Return the conversation with an answer, as a client may want to show it again; empty if it is not to be kept:
+    clients go on with the first of several answers, and a side call (a title, say) is no part of its conversation."""
+    if choice.index or request.service_tier == "flex":
+        return []
+    answer: dict[str, Any] = {"role": "assistant", "content": prefix + choice.content}
+    if choice.reasoning:
+        answer["reasoning_content"] = choice.reasoning
+    if choice.calls:
+        answer["tool_calls"] = [rendered_call(call.id, call.name, call.arguments) for call in choice.calls]
+    return [*(message.as_rendered() for message in kept), answer]
 
 
 def _wanted(request: GenerationRequest, tools: dict[str, dict[str, Any]], *, parallel: bool = True) -> Wanted:

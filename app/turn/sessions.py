@@ -3,11 +3,15 @@
 import asyncio
 import contextlib
 import secrets
+import time
 from typing import TypedDict, Unpack
 
+from reprise.app.conversations.message_table import MessagePage
 from reprise.app.conversations.text_thread import TextThread
+from reprise.app.conversations.transcripts import KeptChat
 from reprise.app.errors import ApiError, engine_lost, engine_timeout, engine_unavailable, session_error
 from reprise.app.turn.alone import LoneServer
+from reprise.app.turn.domains import domains_of
 from reprise.app.turn.ports import EnginePort, ServerHooks
 from reprise.app.turn.readiness import Readiness
 from reprise.engine.messages import SessionReply, SessionRequest
@@ -65,6 +69,22 @@ class SessionCommands:
             self._transcripts.keep(info.session_id, tenant=tenant, ttl_s=kept_s)
             await self.hooks.keep(info.session_id, tenant=tenant, ttl_s=kept_s)
         return reply
+
+    async def chats(self, *, tenant: str, cache_salt: str, after: str, limit: int) -> list[KeptChat]:
+        """Return the conversations whose messages are kept, by session id, from the one after `after` on."""
+        domains = domains_of(tenant, cache_salt)
+        return await self._transcripts.chats(domains, after=after, now=time.time(), limit=limit)
+
+    async def messages(
+        self, session_id: str, *, tenant: str, cache_salt: str, after: int, limit: int
+    ) -> MessagePage | None:
+        """Return messages of a session, from the one after the place `after` on; None if none are kept of it."""
+        domains = domains_of(tenant, cache_salt)
+        return await self._transcripts.messages(domains, session_id, after=after, now=time.time(), limit=limit)
+
+    async def entitle(self, session_id: str, *, tenant: str, title: str | None) -> bool:
+        """Give a session a title, or take it away. Returns False if no messages are kept of it."""
+        return await self._transcripts.entitle(session_id, tenant=tenant, title=title)
 
     async def delete(self, session_id: str, *, tenant: str) -> None:
         """Delete a session on every server that has it. Raises ApiError."""

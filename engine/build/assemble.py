@@ -21,6 +21,7 @@ from reprise.engine.messages import ModelInfo
 from reprise.engine.model.batch import BlockTables
 from reprise.engine.model.cpu.modules import FEW_ROWS
 from reprise.engine.parked.parked_attention import ParkedAttention
+from reprise.engine.progress import PromptProgress
 from reprise.engine.requests import KnownRequests
 from reprise.engine.sessions import SessionDirectory
 from reprise.engine.step.batch_step import BatchStep
@@ -109,6 +110,7 @@ def assemble(
         step=step,
         sessions=_sessions(config.cache, tiers, info, cache, unix_offset_s),
         first_touch=tiers.first_touch,
+        progress=PromptProgress(choices=choices, scheduler=scheduler),
         stats=functools.partial(collect, sources),
     )
 

@@ -115,6 +115,11 @@ class StepEngine(Protocol):
         """Run one batch, or wait a moment for the transfers when there is none. If it raises, `fail_all` follows."""
         ...
 
+    def progress(self, now: float) -> list[Output]:
+        """Return outputs that tell how far the prompts are read whose clients want to know. Called in every turn of the
+        loop, and returns something ten times a second at most."""
+        ...
+
     def is_fatal(self, error: Exception) -> bool:
         """Return whether an exception of a method means that nothing can work any more, so that only a new process
         helps."""
@@ -172,6 +177,7 @@ class EngineLoop:
                 else:
                     outputs += self._apply(message)
             if not shutdown and self._engine.has_work():
+                self._tell(self._progress())  # before the step, which takes seconds if a prompt is long
                 outputs += self._step()
             self._tell(outputs)  # first, so that no token waits for what `_poll` does after a step
             self._tell(self._poll())
@@ -257,6 +263,12 @@ class EngineLoop:
         for reply in replies:
             self._unanswered.discard(reply.request_id)
             self._send(reply)
+
+    def _progress(self) -> list[Output]:
+        try:
+            return self._engine.progress(time.monotonic())
+        except Exception as error:
+            return self._fail(error)
 
     def _step(self) -> list[Output]:
         try:

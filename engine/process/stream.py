@@ -57,6 +57,8 @@ class OutputStream(AsyncIterator[Output]):
         if output.choice not in self._open:
             return  # it was on its way when the choice was finished
         earlier = self._pending.get(output.choice)
+        if earlier is not None and earlier.progress is not None:
+            earlier = None  # what is newer replaces it
         self._pending[output.choice] = output if earlier is None else _merge(earlier, output)
         if output.finish_reason is not None:
             self._open.discard(output.choice)

@@ -120,6 +120,7 @@ class BatchStep:
             if choice.report is None:
                 choice.report = self._cache.requests.report(chunk.sequence.request_id)
                 chunk.sequence.cached_tokens = choice.report.cached_tokens
+                choice.reuse_s = self._scheduler.reuse_s(chunk.sequence)
         return schedule
 
     def _launch(self, schedule: Schedule) -> Computed | None:

@@ -35,6 +35,9 @@ class RunningChoice:
     reads_in_part: bool = False  # whether it may read parts of its context, so that its KV is not what it could be
     selected_tokens: int = 0  # tokens of its answer that read a part of its context only
     load_wait_s: float = 0.0  # it waited for KV that was being loaded, in its steps and outside of them
+    reuse_s: float = 0.0  # estimate of how long its cached tokens would have taken to compute
+    saved_s: float = 0.0  # what of that was saved, as loads took their part; known with the first output
+    wants_progress: bool = False  # its client wants to know how far its prompt is read
     has_run: bool = False
     void_s: float | None = None  # time at which a load made its rows void, until it runs again
     prediction: list[int] = field(default_factory=list)  # what the request expects as its answer
@@ -119,6 +122,7 @@ class RunningChoice:
             load_ms=self.load_wait_s * 1e3,
             prefill_ms=max(0.0, first - scheduled - self.load_wait_s) * 1e3,
             decode_ms=(now - first) * 1e3,
+            saved_ms=self.saved_s * 1e3,
         )
 
     def output(
@@ -134,6 +138,7 @@ class RunningChoice:
         prompt_logprobs = None
         if (report := self.new_report) is not None:
             self.reported = True
+            self.saved_s = max(0.0, self.reuse_s - self.load_wait_s)
             if token_ids:
                 prompt_logprobs = self.take_prompt_logprobs()
             timings = timings or self.timings(now)
@@ -169,6 +174,9 @@ class RunningChoices:
     def __init__(self) -> None:
         self._by_sequence: dict[str, RunningChoice] = {}
         self._sequences: dict[str, list[str]] = {}  # the app's request id -> its unfinished sequences
+        self.watched: dict[str, None] = {}
+        """The ids, in order of arrival, of sequences that have not ended and whose clients want to know of their
+        progress. Read only."""
 
     def __getitem__(self, sequence_id: str) -> RunningChoice:
         return self._by_sequence[sequence_id]
@@ -191,10 +199,13 @@ class RunningChoices:
         sequence_id = choice.sequence.request_id
         self._by_sequence[sequence_id] = choice
         self._sequences.setdefault(choice.request_id, []).append(sequence_id)
+        if choice.wants_progress:
+            self.watched[sequence_id] = None
 
     def remove(self, choice: RunningChoice) -> None:
         sequence_id = choice.sequence.request_id
         del self._by_sequence[sequence_id]
+        self.watched.pop(sequence_id, None)
         remaining = self._sequences[choice.request_id]
         remaining.remove(sequence_id)
         if not remaining:

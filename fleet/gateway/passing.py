@@ -109,7 +109,9 @@ class Passing:
     async def _ask(self, request: Request, name: str) -> tuple[int, bytes]:
         replica = self._replicas.of(name)
         target = target_of(request.scope)
-        connection = await replica.ask(b"GET", target, headers_of(request, b""), b"", silence_s=ASK_S)
+        # The answer is read here, so it comes as it is, whatever the client takes.
+        headers = [(name, value) for name, value in headers_of(request, b"") if name != b"accept-encoding"]
+        connection = await replica.ask(b"GET", target, headers, b"", silence_s=ASK_S)
         try:
             body = bytearray()
             while data := await connection.read():

@@ -32,6 +32,8 @@ class RelayedFrames:
         return encode_frame(Frame(Kind.OPENING, self._events.opening(), self._notes.opening()))
 
     def delta(self, delta: Delta) -> bytes:
+        if delta.progress is not None:  # a sign of life like a ping: nothing from which another replica could go on
+            return encode_frame(Frame(Kind.PING, self._events.delta(delta)))
         return encode_frame(Frame(Kind.DELTA, self._events.delta(delta), self._notes.delta(delta)))
 
     def closing(self) -> bytes:

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from reprise.engine.messages import (
     Adopt,
     ModelInfo,
     Output,
+    Progress,
     SessionInfo,
     SessionReply,
     SessionRequest,
@@ -29,6 +30,7 @@ from reprise.engine.messages import (
     Timings,
     TokenLogprob,
     TokensBySource,
+    progress_output,
 )
 from reprise.engine.process.client import EngineFailed, EngineLost, EngineUnavailable
 
@@ -148,6 +150,7 @@ class Script:
     token_ids: list[int] | None = None  # instead of `answer`, without an end-of-text
     report: dict[str, Any] | None = None  # fields of the first report
     predictions: tuple[int, int] = (0, 0)  # tokens of them accepted and rejected, told with the last output
+    progress: Sequence[Progress] = ()  # told before the first token to those who want it
     last_report: dict[str, Any] | None = None  # another one with the last output, as after a cut in the middle
 
 
@@ -335,6 +338,9 @@ class FakeEngine:
         await asyncio.sleep(script.start_s)
         if script.may_start is not None:
             await script.may_start.wait()
+        for progress in script.progress if request.progress else ():
+            stream.put(progress_output(request.request_id, choice, progress))
+            await asyncio.sleep(script.step_s)
         for start in range(said, len(limited), script.tokens_per_output):
             if script.die_after is not None and start >= script.die_after:
                 stream.lose()
@@ -347,7 +353,9 @@ class FakeEngine:
             last = start + len(chunk) == len(limited)
             decode_ms = 30.0 if last else 0.0
             timings = (
-                Timings(queue_ms=1.0, load_ms=0.0, prefill_ms=2.0, decode_ms=decode_ms) if report or last else None
+                Timings(queue_ms=1.0, load_ms=0.0, prefill_ms=2.0, decode_ms=decode_ms, saved_ms=250.0)
+                if report or last
+                else None
             )
             finish_reason = reason if last else None
             report = last_report or report if last else report

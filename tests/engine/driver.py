@@ -153,6 +153,7 @@ class Driver:
         over: list[int] | None = None,
         prediction: Sequence[int] = (),
         target_s: float | None = None,
+        progress: bool = False,
         **sampling: Any,
     ) -> Answer:
         """Queue a request, greedy unless told otherwise. Returns the first choice's answer, filled as it goes."""
@@ -178,6 +179,7 @@ class Driver:
                     over=over,
                     prediction=list(prediction),
                     target_s=target_s,
+                    progress=progress,
                 ),
                 self.now,
             )

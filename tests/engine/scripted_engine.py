@@ -50,7 +50,7 @@ REPORT = TokensBySource(
     shifted_tokens=0,
     miss_reasons={"new": 3},
 )
-TIMINGS = Timings(queue_ms=0.0, load_ms=0.0, prefill_ms=1.0, decode_ms=1.0)
+TIMINGS = Timings(queue_ms=0.0, load_ms=0.0, prefill_ms=1.0, decode_ms=1.0, saved_ms=0.0)
 MODEL = ModelInfo(
     name="scripted",
     path="",
@@ -237,6 +237,7 @@ class ScriptedEngine:
         self._running: dict[tuple[str, int], tuple[Submit, int]] = {}  # choice of a request -> tokens so far
         self._steps = 0
         self._aborted = 0
+        self.progress_error: Exception | None = None
         self._finished: dict[str, int] = {}  # "request/choice" -> keep_tokens
 
     def accept(self, request: Submit, now: float) -> list[Output]:
@@ -246,6 +247,12 @@ class ScriptedEngine:
             self._running[request.request_id, choice] = (request, 0)
         if request.session_id == "choke":
             raise ValueError("submit choked")
+        return []
+
+    def progress(self, now: float) -> list[Output]:
+        if self.progress_error is not None:
+            error, self.progress_error = self.progress_error, None
+            raise error
         return []
 
     def abort(self, request_id: str) -> None:

@@ -39,6 +39,17 @@ def test_a_conversation_is_transformers_own_text(path: Path, vanilla: Any, mode:
         history = answer.text
 
 
+@pytest.mark.parametrize("mode", ["prefix", "recompute"])
+def test_a_turn_says_what_reuse_saved(path: Path, mode: str) -> None:
+    driver = Driver(path, cache_mode=mode)
+    first = driver.ask("first", random_ids(200, 1), session="s", max_tokens=4, ignore_eos=True)
+    second = driver.ask("second", [*first.text, *random_ids(20, 2)], session="s", max_tokens=4, ignore_eos=True)
+    said = [[timings.saved_ms for timings in answer.timings if timings is not None] for answer in (first, second)]
+    assert said[0] == [0.0, 0.0], "with the first token and with the last"
+    assert said[1][0] == said[1][1]
+    assert (said[1][0] > 0) == (mode == "prefix")
+
+
 def test_a_crowd_of_conversations(path: Path, vanilla: Any) -> None:
     """Sixteen sessions, three turns each, in chunks, eight at once, each turn as soon as the one before has ended."""
     driver = Driver(path, step_tokens=48, max_queued=16)

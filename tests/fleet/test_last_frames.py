@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from reprise.engine.messages import Progress
 from reprise.fleet.identify import conversation_of, read_body
 from reprise.fleet.keys import SessionName
 from tests.app.fakes import Running, until
@@ -127,3 +128,13 @@ async def test_an_answer_goes_on_only_where_it_is_computed_alike(redis, tmp_path
         assert (text, is_whole) == (SAID, True)
         assert engines[alike].submitted
         assert not engines[unlike].submitted
+
+
+async def test_a_gateway_passes_on_how_far_a_prompt_is_read(redis, tmp_path):
+    async with small_fleet(redis, tmp_path, "a") as fleet:
+        told = [Progress(prompt_tokens=9, read_tokens=n, cached_tokens=0, ahead=0, left_ms=5.0) for n in (0, 5)]
+        fleet.replicas["a"].engine.script.progress = told
+        text, events, is_whole = await streamed(fleet, chat(stream_options={"include_progress": True}))
+        assert (text, is_whole) == (SAID, True)
+        found = [event["x_progress"] for event in events if "x_progress" in event]
+        assert found == [msgspec.structs.asdict(one) for one in told]

@@ -11,7 +11,7 @@ from reprise.app.text.answer_parts import AnswerParts, Call
 from reprise.app.turn.answer import Answer, Delta
 from reprise.app.turn.generation import Generation
 from reprise.app.turn.kv_sources import SOURCES, source_fields, tokens_by_source
-from reprise.engine.messages import TokensBySource
+from reprise.engine.messages import Progress, TokensBySource
 
 
 def completion(
@@ -76,6 +76,8 @@ class Chunks:
     def delta(self, delta: Delta) -> bytes:
         """Return the chunk for a delta. The chunk with the last finish_reason also carries `x_cache` and `timings`,
         unless a usage chunk will."""
+        if delta.progress is not None:
+            return event({**self._head, "choices": [], "x_progress": progress_fields(delta.progress)})
         is_last = delta.finish_reason is not None
         said = self._said(delta.choice, delta.parts, is_last=is_last)
         chunk = self._chunk(delta.choice, said, delta.logprobs, delta.finish_reason)
@@ -135,6 +137,17 @@ class Chunks:
         content = None if logprobs is None else {"content": logprobs, "refusal": None}
         choice = {"index": index, "delta": delta, "logprobs": content, "finish_reason": finish_reason}
         return {**self._head, "choices": [choice]}
+
+
+def progress_fields(progress: Progress) -> dict[str, Any]:
+    """Return `x_progress`, of a prompt whose first token has not come."""
+    return {
+        "prompt_tokens": progress.prompt_tokens,
+        "read_tokens": progress.read_tokens,
+        "cached_tokens": progress.cached_tokens,
+        "ahead": progress.ahead,
+        "left_ms": None if progress.left_ms is None else round(progress.left_ms, 3),
+    }
 
 
 def head(generation: Generation, kind: str) -> dict[str, Any]:
@@ -206,10 +219,16 @@ def ours(generation: Generation) -> dict[str, Any]:
             "miss_reasons": report.miss_reasons,
             "diverged_at": None if diverged is None else asdict(diverged),
             "load_ms": fields["timings"]["load_ms"],
+            "saved_ms": _saved_ms(generation),
             "ttft_target_ms": generation.ttft_target_ms,
             "ttft_target_made": generation.made_target,
         }
     return fields
+
+
+def _saved_ms(generation: Generation) -> float | None:
+    engine = generation.choices[0].timings
+    return None if engine is None else round(engine.saved_ms, 3)
 
 
 def cache_header(generations: Sequence[Generation]) -> dict[str, str]:

@@ -8,6 +8,8 @@ from pathlib import Path
 from fastapi import APIRouter, Request, Response
 from starlette.exceptions import HTTPException
 
+from reprise.app.http.compression import accepts_gzip, compressed
+
 DIRECTORY = Path(__file__).resolve().parent.parent.parent / "page"
 TYPES = {
     ".html": "text/html; charset=utf-8",
@@ -34,13 +36,18 @@ router = APIRouter()
 @dataclass(frozen=True, slots=True)
 class File:
     body: bytes
+    small: bytes  # the body as gzip
     media_type: str
-    etag: str
+    digest: str
+
+    def etag(self, *, is_small: bool) -> str:
+        """Return the name of this version, which differs with its encoding."""
+        return f'"{self.digest}-gzip"' if is_small else f'"{self.digest}"'
 
 
 def _read(path: Path) -> File:
     body = path.read_bytes()
-    return File(body, TYPES[path.suffix], f'"{hashlib.sha256(body).hexdigest()[:32]}"')
+    return File(body, compressed(body), TYPES[path.suffix], hashlib.sha256(body).hexdigest()[:32])
 
 
 FILES = {path.name: _read(path) for path in sorted(DIRECTORY.iterdir()) if path.suffix in TYPES}
@@ -62,7 +69,11 @@ async def file(request: Request) -> Response:
     found = PATHS.get(request.scope["path"])
     if found is None:
         raise HTTPException(404)
-    headers = {**HEADERS, "etag": found.etag}
-    if request.headers.get("if-none-match") == found.etag:
+    is_small = accepts_gzip(request.headers.get("accept-encoding", "")) and len(found.small) < len(found.body)
+    etag = found.etag(is_small=is_small)
+    headers = {**HEADERS, "etag": etag, "vary": "accept-encoding"}
+    if request.headers.get("if-none-match") == etag:
         return Response(status_code=304, headers=headers)
-    return Response(found.body, headers=headers, media_type=found.media_type)
+    if is_small:
+        headers["content-encoding"] = "gzip"
+    return Response(found.small if is_small else found.body, headers=headers, media_type=found.media_type)

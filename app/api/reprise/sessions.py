@@ -1,7 +1,7 @@
 """/v1/sessions: the asking tenant's conversations, and what the cache holds of them."""
 
 import time
-from typing import Annotated, Any, Literal, Unpack
+from typing import Annotated, Any, Literal, TypeVar, Unpack
 
 import msgspec
 from fastapi import APIRouter, Request, Response
@@ -10,7 +10,9 @@ from pydantic_core import PydanticCustomError
 
 from reprise.app.api.calls import arrive, sessions_of, settings_of
 from reprise.app.api.operation import described
-from reprise.app.errors import from_validation, session_not_found
+from reprise.app.api.reprise.chats import described_message, one_line, with_titles
+from reprise.app.conversations.message_table import MAX_TITLE_CHARS
+from reprise.app.errors import from_validation, no_transcript, session_not_found
 from reprise.app.http.body import parse_body, warning_header
 from reprise.app.schemas import answers
 from reprise.app.schemas.fields import SESSION_ID
@@ -18,6 +20,8 @@ from reprise.app.turn.sessions import Question
 from reprise.engine.messages import SessionInfo, SessionReply, given_salt, is_exact
 
 MAX_LISTED = 1000
+MAX_SALT_CHARS = 256
+Q = TypeVar("Q", bound=BaseModel)
 router = APIRouter()
 
 
@@ -31,6 +35,23 @@ class Page(BaseModel):
     order: Literal["asc"] = "asc"
 
 
+class SessionPage(Page):
+    """Query parameters of the list of sessions."""
+
+    titles: bool = Field(False, description="with titles and first texts, and also conversations without KV")
+    cache_salt: str = Field("", max_length=MAX_SALT_CHARS, description="with `titles`: the salt of the conversations")
+
+
+class MessagePage(BaseModel):
+    """Query parameters of a session's messages."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    limit: int = Field(100, ge=1, le=MAX_LISTED)
+    after: int = Field(-1, ge=-1, lt=1 << 31)
+    cache_salt: str = Field("", max_length=MAX_SALT_CHARS, description="the salt of the conversation")
+
+
 class SessionPatch(BaseModel):
     """The fields that may be changed. An absent or null field stays as it is."""
 
@@ -38,11 +59,16 @@ class SessionPatch(BaseModel):
 
     pinned: bool | None = None
     ttl_s: Annotated[float, Field(gt=0, le=1e9)] | None = None
+    title: Annotated[str, Field(max_length=MAX_TITLE_CHARS, description="empty: it has none")] | None = None
+
+    @property
+    def is_for_engine(self) -> bool:
+        return self.pinned is not None or self.ttl_s is not None
 
     @model_validator(mode="after")
     def _check_something_is_said(self) -> "SessionPatch":
-        if self.pinned is None and self.ttl_s is None:
-            raise PydanticCustomError("nothing", "Nothing to change: send 'pinned' or 'ttl_s'")
+        if not self.is_for_engine and self.title is None:
+            raise PydanticCustomError("nothing", "Nothing to change: send 'pinned', 'ttl_s' or 'title'")
         return self
 
     @classmethod
@@ -51,22 +77,21 @@ class SessionPatch(BaseModel):
         return body, [name for name, value in body.items() if value is not None and name not in cls.model_fields]
 
 
-@router.get("/v1/sessions", **described("List the conversations in the cache", answers.SessionList, query=Page))
+@router.get("/v1/sessions", **described("List the conversations in the cache", answers.SessionList, query=SessionPage))
 async def list_sessions(request: Request) -> dict[str, Any]:
-    """This key's conversations, by id. `after`: the `last_id` of the previous page; that session may be gone."""
-    try:
-        page = Page.model_validate(dict(request.query_params))
-    except ValidationError as error:
-        raise from_validation(error) from None
+    """This key's conversations, by id. `after`: the `last_id` of the previous page; that session may be gone. With
+    `titles=true` each has its title and how it begins, and conversations are listed too whose messages are kept while
+    no tier has their KV (`blocks` is empty): their next turn is computed anew. Titles and texts are those of
+    conversations with this `cache_salt`."""
+    page = _query(request, SessionPage)
     reply = await _ask(request, "list", after=page.after, limit=page.limit)
-    data = [describe_session(info) for info in reply.sessions]
-    return {
-        "object": "list",
-        "data": data,
-        "first_id": data[0]["id"] if data else None,
-        "last_id": data[-1]["id"] if data else None,
-        "has_more": reply.more,
-    }
+    data, more = [describe_session(info) for info in reply.sessions], reply.more
+    if page.titles:
+        chats = await sessions_of(request).chats(
+            tenant=request.state.tenant, cache_salt=page.cache_salt, after=page.after, limit=page.limit + 1
+        )
+        data, more = with_titles(data, chats, more=more, limit=page.limit)
+    return _as_list(data, more=more)
 
 
 @router.get("/v1/sessions/{session_id}", **described("Get a conversation's cache state", answers.Session))
@@ -77,19 +102,46 @@ async def get_session(request: Request, session_id: str) -> dict[str, Any]:
 
 @router.patch(
     "/v1/sessions/{session_id}",
-    **described("Pin a conversation or set its time to live", answers.Session, body=SessionPatch),
+    **described("Pin a conversation, or set its time to live or title", answers.Session, body=SessionPatch),
 )
 async def patch_session(request: Request, session_id: str) -> Response:
     """A pinned session does not expire. An expired one leaves every tier within a second or so, or at a hundred
-    sessions a second where more expire together."""
+    sessions a second where more expire together. A title is kept with the conversation's messages, and goes with them;
+    where none are kept it is a 404 `no_transcript`. An answer to a title alone says nothing of the KV."""
     arrive(request)
     patch, lost = await parse_body(request, SessionPatch, settings_of(request).limits)
     _check(session_id)
-    reply = await sessions_of(request).patch(
-        session_id, tenant=request.state.tenant, pinned=patch.pinned, ttl_s=patch.ttl_s
-    )
-    body = msgspec.json.encode(_only(session_id, reply))
+    sessions, tenant = sessions_of(request), request.state.tenant
+    described: dict[str, Any] = {"id": session_id, "object": "session"}
+    if patch.is_for_engine:
+        reply = await sessions.patch(session_id, tenant=tenant, pinned=patch.pinned, ttl_s=patch.ttl_s)
+        described = _only(session_id, reply)
+    if patch.title is not None:
+        title = one_line(patch.title) or None
+        if not await sessions.entitle(session_id, tenant=tenant, title=title):
+            raise no_transcript(session_id)
+        described["title"] = title
+    body = msgspec.json.encode(described)
     return Response(body, headers=warning_header(lost), media_type="application/json")
+
+
+@router.get(
+    "/v1/sessions/{session_id}/messages",
+    **described("List a conversation's messages", answers.SessionMessageList, query=MessagePage),
+)
+async def list_messages(request: Request, session_id: str) -> dict[str, Any]:
+    """The messages of the conversation's newest turn with its answer, thoughts and calls included, in the form in which
+    a chat takes them. `after`: the `last_id` of the previous page. A page ends early where it has 4 MiB. 404
+    `no_transcript` where the server keeps none: after the session's time to live or its deletion, where another server
+    had its turns, or where they were text completions. Side calls (`service_tier` `flex`) are not kept."""
+    _check(session_id)
+    page = _query(request, MessagePage)
+    found = await sessions_of(request).messages(
+        session_id, tenant=request.state.tenant, cache_salt=page.cache_salt, after=page.after, limit=page.limit
+    )
+    if found is None:
+        raise no_transcript(session_id)
+    return _as_list([described_message(place, message) for place, message in found.messages], more=found.more)
 
 
 @router.delete(
@@ -116,6 +168,24 @@ async def prefetch_session(request: Request, session_id: str) -> dict[str, Any]:
     """Announces the session's next turn. Its KV is brought from disk or Redis to DRAM, after that of turns that wait,
     and stays there for a minute. Answers before that is done."""
     return _only(session_id, await _ask(request, "prefetch", session_id=session_id))
+
+
+def _query(request: Request, model: type[Q]) -> Q:
+    """Return the request's query. Raises ApiError."""
+    try:
+        return model.model_validate(dict(request.query_params))
+    except ValidationError as error:
+        raise from_validation(error) from None
+
+
+def _as_list(data: list[dict[str, Any]], *, more: bool) -> dict[str, Any]:
+    return {
+        "object": "list",
+        "data": data,
+        "first_id": data[0]["id"] if data else None,
+        "last_id": data[-1]["id"] if data else None,
+        "has_more": more,
+    }
 
 
 async def _ask(request: Request, action: str, **fields: Unpack[Question]) -> SessionReply:

@@ -9,6 +9,7 @@ import pytest
 from reprise.app.errors import ClientGone
 from reprise.app.http import event_stream
 from reprise.app.http.event_stream import until_disconnect
+from reprise.engine.messages import Progress
 from tests.app.fakes import FakeEngine, Running, events, make_settings, on_loopback, until
 
 ANSWER = "Hello there, how are you today?"
@@ -179,3 +180,44 @@ async def test_until_disconnect_returns_raises_or_cancels():
     with pytest.raises(asyncio.CancelledError):
         await outer
     assert cleaned == [True, True]
+
+
+PROGRESS = [
+    Progress(prompt_tokens=50, read_tokens=read, cached_tokens=0, ahead=ahead, left_ms=left_ms)
+    for read, ahead, left_ms in ((0, 2, None), (32, 0, 1500.0004))
+]
+
+
+@pytest.mark.parametrize("usage", [False, True])
+async def test_progress_comes_before_the_first_token_to_those_who_ask(running: Running, usage: bool) -> None:
+    running.engine.script.progress = PROGRESS
+    options = {"include_progress": True, "include_usage": usage}
+    chunks = events((await running.chat(stream=True, stream_options=options)).text)
+    told = [chunk for chunk in chunks if "x_progress" in chunk]
+    assert chunks[1:3] == told, "after the role"
+    assert [chunk["choices"] for chunk in told] == [[], []]
+    assert [("usage" in chunk, chunk.get("usage")) for chunk in told] == [(usage, None)] * 2
+    assert [chunk["x_progress"] for chunk in told] == [
+        {"prompt_tokens": 50, "read_tokens": 0, "cached_tokens": 0, "ahead": 2, "left_ms": None},
+        {"prompt_tokens": 50, "read_tokens": 32, "cached_tokens": 0, "ahead": 0, "left_ms": 1500.0},
+    ]
+    deltas = [choice["delta"].get("content", "") for chunk in chunks for choice in chunk["choices"]]
+    assert "".join(deltas) == running.engine.script.answer
+
+
+async def test_progress_is_not_asked_of_the_engine_otherwise(running: Running) -> None:
+    for fields in (
+        {"stream": True}, {"stream_options": {"include_progress": True}},
+        {"stream": True, "stream_options": {"include_progress": False}},
+    ):  # fmt: skip
+        assert (await running.chat(**fields)).status_code == 200
+    assert [submit.progress for submit in running.engine.submitted] == [False] * 3
+
+
+async def test_an_error_after_progress_ends_the_stream(running: Running) -> None:
+    running.engine.script.progress, running.engine.script.refuse = PROGRESS, "internal_error"
+    response = await running.chat(stream=True, stream_options={"include_progress": True})
+    assert response.status_code == 200
+    assert "[DONE]" not in response.text
+    assert "secret detail" not in response.text
+    assert '"error"' in response.text.split("data: ")[-1]

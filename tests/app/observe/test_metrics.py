@@ -91,6 +91,14 @@ async def test_turns_are_counted_by_whether_they_made_their_target(engine: FakeE
         assert await counts() == (1, 2), "it ended before its target had passed"
 
 
+async def test_what_reuse_saved_adds_up_over_turns(engine: FakeEngine, tmp_path: Path) -> None:
+    async with in_process(engine, make_settings(tmp_path)) as running:
+        for expected in (0.25, 0.5):
+            await running.chat(n=2)
+            values = samples((await running.http.get("/metrics")).text)
+            assert values["reprise_saved_seconds_total", ()] == expected, "a turn counts once, whatever its choices"
+
+
 def test_every_number_of_the_design_is_there(text: str) -> None:
     assert families(text).keys() >= REPORTED
     values = samples(text)

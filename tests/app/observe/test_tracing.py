@@ -80,7 +80,7 @@ def test_phases_end_where_the_first_token_came() -> None:
 
     from reprise.engine.messages import Timings
 
-    timings = Timings(queue_ms=100.0, load_ms=50.0, prefill_ms=250.0, decode_ms=900.0)
+    timings = Timings(queue_ms=100.0, load_ms=50.0, prefill_ms=250.0, decode_ms=900.0, saved_ms=0.0)
     choice: Any = SimpleNamespace(timings=timings, first_token_s=10.0, last_token_s=11.0)
     found = [(name, pytest.approx(start), pytest.approx(end)) for name, start, end in tracing.phases(choice)]
     assert found == [("queue", 9.6, 9.7), ("load", 9.7, 9.75), ("prefill", 9.75, 10.0), ("decode", 10.0, 11.0)]

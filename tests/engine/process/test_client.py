@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import reprise.engine.process.client
-from reprise.engine.messages import Head, Output, SessionRequest, TokenLogprob
+from reprise.engine.messages import Head, Output, Progress, SessionRequest, TokenLogprob, progress_output
 from reprise.engine.process.child import MALLOC, engine_environment
 from reprise.engine.process.client import (
     EngineClient,
@@ -503,6 +503,21 @@ async def test_the_last_report_of_a_choice_counts() -> None:
     stream.push(msgspec.structs.replace(output("a", 0, [2], finish_reason="length"), report=cut))
     (merged,) = await read(stream)
     assert (merged.token_ids, merged.report) == ([1, 2], cut)
+
+
+async def test_progress_that_was_not_read_is_replaced_by_what_follows() -> None:
+    told = [
+        progress_output("a", 0, Progress(prompt_tokens=9, read_tokens=n, cached_tokens=0, ahead=0, left_ms=None))
+        for n in range(3)
+    ]
+    stream = OutputStream(submit("a"), abort=lambda request_id: None)
+    for one in told:
+        stream.push(one)
+    assert await anext(stream) == told[-1]
+    stream.push(told[-1])
+    stream.push(output("a", 0, [1], first=True, finish_reason="length"))
+    (last,) = await read(stream)
+    assert (last.token_ids, last.report, last.progress) == ([1], REPORT, None)
 
 
 async def test_an_engine_that_does_not_read_gets_no_more_work(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:

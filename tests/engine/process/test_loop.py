@@ -341,6 +341,15 @@ def test_a_failure_outside_a_step_fails_what_runs(peer: Peer, start: Start) -> N
     assert peer.finished("b")[-1].finish_reason == "length"
 
 
+def test_progress_that_cannot_be_told_fails_what_runs(engine: ScriptedEngine, peer: Peer, start: Start) -> None:
+    start()
+    engine.progress_error = RuntimeError("no progress")
+    peer.post(submit("a", max_tokens=10**6))
+    assert peer.finished("a")[-1].finish_reason == "error"
+    peer.post(submit("b"))
+    assert peer.finished("b")[-1].finish_reason == "length"
+
+
 def test_heartbeat_idle_or_busy(engine: ScriptedEngine, peer: Peer, start: Start) -> None:
     start()
     start_s = time.monotonic()

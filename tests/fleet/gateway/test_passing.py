@@ -74,6 +74,15 @@ async def test_where_all_replicas_fail_the_client_is_told(monkeypatch, bad, told
         assert await sessions_of(whole) == told
 
 
+async def test_lists_are_read_as_they_are_whatever_the_client_takes():
+    async with fleet(a=GOOD) as whole:
+        answer = await whole.client.get("/v1/sessions", headers={"accept-encoding": "gzip"})
+        assert answer.json()["data"] != []
+        assert [b"accept-encoding" in asked.headers for asked in whole.replicas["a"].asked] == [False]
+        await whole.client.get("/v1/conversations", headers={"accept-encoding": "gzip"})
+        assert whole.replicas["a"].asked[-1].headers[b"accept-encoding"] == b"gzip", "what is passed on may be small"
+
+
 async def test_a_replica_that_refuses_connections_gets_no_turns_until_it_beats(monkeypatch):
     async with fleet(a=GOOD, b=GOOD) as whole:
         await whole.replicas["a"].stop()

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from reprise.app.settings.settings import Settings
+from reprise.engine.messages import Progress
 from reprise.fleet.protocol import (
     FRAMED,
     RELAY_HEADER,
@@ -541,3 +542,14 @@ async def test_the_next_turn_finds_the_kv_of_an_answer_that_was_over(tiny, tmp_p
         prompt = len(other.submitted[-1].token_ids)
         assert answer["x_cache"]["history_tokens"] == known
         assert answer["x_cache"]["miss_reasons"] == {"new": prompt - known}
+
+
+async def test_progress_is_passed_on_and_nothing_goes_on_from_it(replicas: tuple[Running, Running]):
+    told = [Progress(prompt_tokens=9, read_tokens=n, cached_tokens=0, ahead=0, left_ms=None) for n in (0, 5)]
+    for replica in replicas:
+        replica.engine.script = Script(answer="Hello there", progress=told)
+    body = {"messages": USER, "stream_options": {"include_progress": True}}
+    whole = await assert_resumable(replicas, CHAT, body)
+    passed = [frame for frame in whole if b"x_progress" in frame.events]
+    assert [(frame.kind, frame.note) for frame in passed] == [(Kind.PING, b"")] * 2
+    assert b"x_progress" not in b"".join(frame.events for frame in whole if frame.kind is not Kind.PING)

@@ -117,6 +117,7 @@ async def test_the_cache_report_adds_up_and_timings_are_there(running: Running):
     assert sum(cache[f"{tier}_tokens"] for tier in ("hbm", "dram", "disk", "redis", "computed")) == prompt_tokens
     assert sum(cache["miss_reasons"].values()) == cache["computed_tokens"]
     assert {"session_id", "history_tokens", "truncated_tokens", "shifted_tokens"} <= cache.keys()
+    assert cache["saved_ms"] == 250.0
     timings = answer["timings"]
     assert (timings["queue_ms"], timings["prefill_ms"], timings["decode_ms"]) == (1.0, 2.0, 30.0)
     assert timings["tokens_per_s"] == pytest.approx((answer["usage"]["completion_tokens"] - 1) / 0.030, abs=0.01)

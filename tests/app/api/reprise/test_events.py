@@ -85,6 +85,7 @@ async def test_a_page_is_told_what_is_where_and_what_every_answer_cost(server: R
         for field in ("hbm_tokens", "disk_tokens", "computed_tokens", "truncated_tokens"):
             assert turn[field] == answer["x_cache"][field]
         assert turn["ttft_ms"] == answer["timings"]["ttft_ms"]
+        assert turn["saved_ms"] == answer["x_cache"]["saved_ms"]
         state = await next_of(stream, "state")
         assert (state["scope"], state["engine"], state["model"]) == ("all", "ready", "test-model")
         page_bytes = 32 * 512
