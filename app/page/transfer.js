@@ -102,6 +102,8 @@ function reportFrom(report) {
   return {
     tokens: Object.fromEntries(SOURCES.map(({ key }) => [key, count(report.tokens[key]) ?? 0])),
     ttft_ms: count(report.ttft_ms),
+    saved_ms: count(report.saved_ms),
+    idle_ms: count(report.idle_ms),
     completion_tokens: count(report.completion_tokens),
     timings: Object.fromEntries(TIMINGS.map((name) => [name, count(report.timings?.[name])])),
   };

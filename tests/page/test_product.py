@@ -42,7 +42,7 @@ def test_a_conversation_goes_on_after_a_restart_with_its_history_from_disk(brows
         assert {"disk", "dram"} & set(sources), answer.inner_text()
         tokens = {
             source: int(
-                answer.locator(f".legend li:has([data-source={source}])").inner_text().split()[-1].replace(",", "")
+                answer.locator(f".legend li:has([data-source={source}])").text_content().split()[-1].replace(",", "")
             )
             for source in sources
         }
