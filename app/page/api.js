@@ -120,6 +120,21 @@ export async function* liveEvents(signal) {
   yield* serverSentEvents(await request("/v1/events", { signal }));
 }
 
+/** A page of this key's conversations, with titles where the server keeps them. */
+export function listSessions(after) {
+  return askFor(`/v1/sessions?titles=true&limit=500&after=${encodeURIComponent(after)}`);
+}
+
+/** A page of a conversation's messages. `after`: the id of the last message before it, or null. */
+export function listMessages(id, after) {
+  return askFor(`/v1/sessions/${encodeURIComponent(id)}/messages?limit=1000${after === null ? "" : `&after=${after}`}`);
+}
+
+/** Change a conversation's `title` or `pinned` in the server. */
+export async function changeSession(id, change) {
+  return (await request(`/v1/sessions/${encodeURIComponent(id)}`, { method: "PATCH", body: change })).json();
+}
+
 /** Tells the server that a conversation will go on: it brings the KV to memory meanwhile. Nothing depends on it, so it
  * fails silently. Returns whether the server may know the conversation. */
 export function expectTurn(id) {

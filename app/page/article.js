@@ -46,12 +46,12 @@ export class Article {
   }
 
   /** Draw what has changed. `isWriting`: "reading", "growing", "waiting" or "elsewhere" while the answer is written, else
-   * null. `progress`: of its prompt while that is read, {told, place}, see `Reading`. `versions`: all
+   * null. `progress`: of its prompt while that is read, see `Reading`. `versions`: all
    * messages in this one's place. `hasProblem`: that it did not end well is said below the thread. */
   show({ isLast, isWriting, progress = null, versions, hasProblem }) {
     const { message } = this;
     this.element.dataset.streaming = String(Boolean(isWriting));
-    this.#reading.show(isWriting === "reading" && progress ? progress.told : null, progress?.place);
+    this.#reading.show(isWriting === "reading" ? progress : null);
     if (message.role === "assistant") {
       if (isWriting) this.#growing.show(message.content);
       else if (this.#shownChars !== message.content.length) this.#drawWhole();
@@ -118,8 +118,8 @@ export class Article {
       this.#thought = { details, summary, text };
       this.#text.before(details);
     }
-    const took = seconds(message.thought_ms);
-    const words = isThinking ? `Thinking, for ${took}` : `Thought for ${took}`;
+    const took = (message.thought_ms ?? null) === null ? "" : seconds(message.thought_ms); // not known of one that was fetched
+    const words = isThinking ? `Thinking, for ${took}` : took ? `Thought for ${took}` : "Thought";
     if (this.#thought.summary.textContent !== words) this.#thought.summary.textContent = words;
     if (this.#thought.details.open) this.#fillThought();
   }
@@ -187,7 +187,7 @@ export class Article {
 }
 
 function seconds(ms) {
-  const all = Math.max(1, Math.round((ms ?? 0) / 1000));
+  const all = Math.max(1, Math.round(ms / 1000));
   return all < 120 ? `${all} s` : `${Math.floor(all / 60)} min ${all % 60} s`;
 }
 

@@ -20,8 +20,9 @@ const announcement = document.querySelector("#announce");
  * message that the server will never take and its conversation, `suggest` with a text, `fork` with a conversation. */
 export class Chat extends EventTarget {
   #conversation = store.create();
-  #running = []; // {conversation, answer, abort, state, progress, idle_ms, done} of each answer that is written, the oldest first; idle_ms: for how
-  // long nothing was said before
+  // {conversation, answer, abort, state, progress, idle_ms, done} of each answer that is written, the oldest first. idle_ms: for
+  // how long nothing had been said before.
+  #running = [];
   #elsewhere = null; // the answer of this conversation that another tab writes
   #early = new Map(); // request id -> tokens: an answer that is stopped gets no report of its own
   #refusal = null; // why the last message went back to the composer
@@ -34,6 +35,7 @@ export class Chat extends EventTarget {
     isBusy: () => this.streaming,
     suggest: (text) => this.#tell("suggest", text),
   });
+  placeOf = () => null; // where what was read of a conversation lies, by its id
   model = null;
   window = null; // the model's, in tokens
   sampling = null; // what the model is drawn with where a request says nothing
@@ -154,7 +156,7 @@ export class Chat extends EventTarget {
 
   #forkAt(message) {
     const { title, options, id } = this.#conversation;
-    return { ...store.create(), ...structuredClone(tree.chainTo(this.#conversation, message)), title: `${title} (fork)`, options: { ...options }, forked: { id, title } };
+    return { ...store.create(), ...structuredClone(tree.chainTo(this.#conversation, message)), title: forkTitle(title, store.list()), options: { ...options }, forked: { id, title } };
   }
 
   async #ask(question) {
@@ -190,7 +192,7 @@ export class Chat extends EventTarget {
     const told = (state, progress = null) => {
       if (state === "waiting" && conversation === this.#conversation) announcement.textContent = "The server is away. The answer goes on when it is back.";
       if (progress && !writing.progress && conversation === this.#conversation) announcement.textContent = waitInWords(progress, null, 0) ?? "";
-      Object.assign(writing, { state, progress: progress && { told: progress, place: null } });
+      Object.assign(writing, { state, progress: progress && { told: progress, place: this.placeOf(conversation.id), since: performance.now() } });
       if (conversation === this.#conversation) this.#thread.grow(writing);
       if (state !== "growing" || Date.now() < keptAt + KEEP_MS) return;
       keptAt = Date.now();
@@ -275,6 +277,15 @@ export class Chat extends EventTarget {
   #tell(type, detail) {
     this.dispatchEvent(new CustomEvent(type, { detail }));
   }
+}
+
+/** "Foxes (fork)", then "Foxes (fork 2)", also for a fork of a fork. */
+function forkTitle(title, there) {
+  const base = title.replace(/ \(fork(?: \d+)?\)$/, "");
+  const taken = new Set(there.map((entry) => entry.title));
+  let name = `${base} (fork)`;
+  for (let count = 2; taken.has(name); count += 1) name = `${base} (fork ${count})`;
+  return name;
 }
 
 function asSent({ role, content, thought }) {

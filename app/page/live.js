@@ -17,7 +17,8 @@ const RETRY_MS = [500, 1000, 2000, 5000];
 
 const panel = document.querySelector("#live");
 
-/** Events: `turn` for every answer's first token, `engine` with the engine's state or "away", `key` when one is wanted, `fleet`
+/** Events: `turn` for every answer's first token, `engine` with the engine's state or "away", `sessions` with
+ * those used last, `key` when one is wanted, `fleet`
  * while the server is one of a fleet's. */
 export class Live extends EventTarget {
   #turns = [];
@@ -35,7 +36,7 @@ export class Live extends EventTarget {
     const section = (title, name, hint) => h("section", {}, h("h2", {}, title), h("p", { class: "small muted" }, hint), this.#parts[name]);
     panel.append(
       section("Time to the first word", "ttft", "A dot for each of the last answers, on a logarithmic scale. Long prompts take longer."),
-      section("The hierarchy", "tiers", "Where lies what was read of all conversations, their KV cache. What is full drops what is needed last."),
+      section("The hierarchy", "tiers", "What was read of all conversations (their KV cache) lies in these. What is full drops what is needed last."),
       section("Conversations", "sessions", "Those used last: their blocks of 32 tokens by tier; a block may be in several."),
       section("The queue", "queue", "Requests that wait, next first."),
     );
@@ -88,6 +89,7 @@ export class Live extends EventTarget {
   #show(state) {
     this.dispatchEvent(new CustomEvent("engine", { detail: state.engine }));
     if (state.replica) this.dispatchEvent(new Event("fleet"));
+    this.dispatchEvent(new CustomEvent("sessions", { detail: state.sessions }));
     this.#noteMoves(state);
     this.#drawTiers(state);
     this.#drawSessions(state);

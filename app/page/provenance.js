@@ -18,6 +18,7 @@ const REASONS = {
   truncated: "the window was full and its beginning was dropped", lineage_reset: "a part before it was lost", disabled: "the server remembers nothing",
   expired: "it was not used for too long", salt: "it belongs to another salt", fingerprint: "another model had read it", prompt_logprobs: "its text is scored",
 };
+export const isReason = (name) => Object.hasOwn(REASONS, name);
 const NO_LOSS = new Set(["new", "last_token"]); // reasons for which nothing that was read before is read again
 const FAST_TOO = new Set(["cheaper_to_recompute", "load_late"]);
 const HOUR_MS = 3_600_000;
@@ -46,8 +47,8 @@ export function mainSource(tokens) {
 
 /** How long without what was remembered the first word would have taken, in ms; null where that is not known or hardly
  * longer. */
-export function insteadOf({ ttft_ms: ttft, saved_ms: saved }) {
-  if (typeof saved !== "number" || typeof ttft !== "number") return null;
+export function insteadOf({ tokens, ttft_ms: ttft, saved_ms: saved }) {
+  if (!cachedTokens(tokens) || typeof saved !== "number" || typeof ttft !== "number") return null;
   return saved >= Math.max(LEAST_SAVED_MS, LEAST_SAVED_SHARE * ttft) ? ttft + saved : null;
 }
 
@@ -72,7 +73,7 @@ function words(report) {
   if (loss && loss.tokens > cached) return [FAST_TOO.has(loss.main) ? "Read now" : "Read anew", ` (${milliseconds(ttft)}): ${loss.why}`];
   const instead = insteadOf(report);
   const time = ` to the first word${instead === null ? "" : `, instead of about ${roughly(instead)}`}`;
-  if (!cached) return [milliseconds(ttft), `${time} · read ${number(whole)} tokens, all of them new`];
+  if (!cached) return [milliseconds(ttft), `${time} · read ${number(whole)} tokens${report.reasons ? ", all of them new" : ""}`];
   const again = loss ? `; ${number(loss.tokens)} read anew: ${loss.why}` : "";
   return [milliseconds(ttft), `${time} · remembered ${number(cached)} of ${number(whole)} tokens, ${from(tokens, cached)}${again}`];
 }
@@ -141,7 +142,7 @@ function figures(report) {
   const whole = promptTokens(report.tokens);
   rows.push(["remembered", percent(cachedTokens(report.tokens), whole)]);
   for (const [label, value] of [["in the queue", timings.queue_ms], ["fetching", timings.load_ms], ["reading", timings.prefill_ms]]) {
-    if (typeof value === "number") rows.push([label, milliseconds(value)]);
+    if (value > 0) rows.push([label, milliseconds(value)]);
   }
   if (typeof report.saved_ms === "number") rows.push(["saved, about", insteadOf(report) === null ? "nothing" : roughly(report.saved_ms)]);
   if (timings.tokens_per_s) rows.push(["speed", `${Math.round(timings.tokens_per_s)} tokens/s`]);

@@ -35,15 +35,16 @@ function seconds(ms) {
 
 /** A line that runs down by itself while it is on the page. */
 export class Reading {
-  element = h("p", { class: "reading muted", hidden: true });
-  #shown = null; // {progress, place, since}
+  element = h("div", { class: "reading muted", hidden: true });
+  #shown = null; // {told, place, since}
   #timer = null;
 
-  /** `progress`: an `x_progress`, null: there is none any more. */
-  show(progress, place) {
-    if (progress === null) this.#stop();
-    else if (progress !== this.#shown?.progress) {
-      this.#shown = { progress, place, since: performance.now() };
+  /** `progress`: {told, place, since}, an `x_progress` with where the history lies and when it was told; null: there is none
+   * any more. */
+  show(progress) {
+    if (!progress) this.#stop();
+    else if (progress !== this.#shown) {
+      this.#shown = progress;
       this.#timer ??= setInterval(() => this.#draw(), TICK_MS);
       this.#draw();
     }
@@ -51,7 +52,8 @@ export class Reading {
 
   #draw() {
     if (!this.#shown || !this.element.isConnected) return;
-    const words = waitInWords(this.#shown.progress, this.#shown.place, performance.now() - this.#shown.since);
+    const { told, place, since } = this.#shown;
+    const words = waitInWords(told, place, performance.now() - since);
     this.element.hidden = words === null;
     if (words !== null && this.element.textContent !== words) this.element.textContent = words;
   }
