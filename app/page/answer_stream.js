@@ -8,8 +8,9 @@ const PATIENCE_MS = 600_000; // a large model takes minutes to load
 
 /** Fill `answer` ({content, thought, thought_ms, report, end, limit}) from the server. `request(answer)` is the body that
  * asks for what is still to come: the whole answer, or the rest of one of which a part is there. A lost connection is
- * waited for, and the answer then goes on by itself, once; what had come of it stays. `told(state)` hears "waiting" while
- * the server is away, and "growing" with each piece. Returns the id of the last request. Throws ApiError, and what `fetch`
+ * waited for, and the answer then goes on by itself, once; what had come of it stays. `told(state, progress)` hears
+ * "waiting" while the server is away, "reading" with the prompt's progress before the first piece, and "growing" with each
+ * piece. Returns the id of the last request. Throws ApiError, and what `fetch`
  * throws after an abort; `answer` then keeps what had come. */
 export async function followAnswer(answer, request, { signal, told }) {
   const seen = { id: null };
@@ -30,6 +31,10 @@ async function take(answer, body, signal, told, seen) {
   for await (const chunk of chat(body, signal)) {
     seen.id = chunk.id;
     answer.request_id = chunk.id;
+    if (chunk.x_progress) {
+      told("reading", chunk.x_progress);
+      continue;
+    }
     const choice = chunk.choices[0];
     const { content, reasoning_content: thought } = choice?.delta ?? {};
     if (thought) {
@@ -77,9 +82,11 @@ function pause(ms, signal) {
 function reportOf(chunk) {
   return {
     tokens: tokensOf(chunk.x_cache),
+    recalled: chunk.x_cache.recalled_tokens ?? 0,
     reasons: chunk.x_cache.miss_reasons,
     diverged: chunk.x_cache.diverged_at,
     ttft_ms: chunk.timings?.ttft_ms ?? null,
+    saved_ms: chunk.x_cache.saved_ms ?? null,
     timings: chunk.timings,
     completion_tokens: chunk.usage?.completion_tokens,
   };

@@ -5,6 +5,9 @@ const KEY = "reprise.key";
 // Codes of errors after which the same request will be answered, once the server is there again.
 const AWAY = new Set(["connection", "loading", "restarting", "engine_lost", "draining", "no_replica"]);
 
+// Of errors that come in a stream, which has a status of its own.
+const STATUS = { invalid_request_error: 400, authentication_error: 401, rate_limit_error: 429 };
+
 export class ApiError extends Error {
   constructor(status, message, code, retryAfterS) {
     super(message);
@@ -92,13 +95,13 @@ export async function models() {
  * answer's: a proxy may cut a stream in the middle, or answer itself. */
 export async function* chat(body, signal) {
   const response = await request("/v1/chat/completions", {
-    method: "POST", signal, body: { ...body, stream: true, stream_options: { include_usage: true } },
+    method: "POST", signal, body: { ...body, stream: true, stream_options: { include_usage: true, include_progress: true } },
   });
   const lost = () => new ApiError(0, "The connection to the server was lost.", "connection", null);
   let ended = false;
   try {
     for await (const { data } of serverSentEvents(response)) {
-      if (data.error) throw new ApiError(response.status, data.error.message, data.error.code, null);
+      if (data.error) throw new ApiError(STATUS[data.error.type] ?? response.status, data.error.message, data.error.code, null);
       ended ||= Boolean(data.choices?.[0]?.finish_reason);
       yield data;
     }
@@ -115,6 +118,21 @@ export async function fleet() {
 
 export async function* liveEvents(signal) {
   yield* serverSentEvents(await request("/v1/events", { signal }));
+}
+
+/** A page of this key's conversations, with titles where the server keeps them. */
+export function listSessions(after) {
+  return askFor(`/v1/sessions?titles=true&limit=500&after=${encodeURIComponent(after)}`);
+}
+
+/** A page of a conversation's messages. `after`: the id of the last message before it, or null. */
+export function listMessages(id, after) {
+  return askFor(`/v1/sessions/${encodeURIComponent(id)}/messages?limit=1000${after === null ? "" : `&after=${after}`}`);
+}
+
+/** Change a conversation's `title` or `pinned` in the server. */
+export async function changeSession(id, change) {
+  return (await request(`/v1/sessions/${encodeURIComponent(id)}`, { method: "PATCH", body: change })).json();
 }
 
 /** Tells the server that a conversation will go on: it brings the KV to memory meanwhile. Nothing depends on it, so it

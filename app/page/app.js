@@ -2,13 +2,16 @@
 
 import * as address from "./address.js";
 import { apiKey, deleteSession, expectTurn, models } from "./api.js";
+import { bring } from "./bring.js";
 import { Chat } from "./chat.js";
 import { Composer, forget as forgetDraft } from "./composer.js";
 import { icon } from "./dom.js";
 import { Fleet } from "./fleet.js";
+import { Joined } from "./joined.js";
 import { Live } from "./live.js";
 import { NARROW, Panels } from "./panels.js";
 import { askKey, confirmDelete, editOptions } from "./settings.js";
+import { ServerList } from "./server_list.js";
 import { Sidebar } from "./sidebar.js";
 import * as store from "./store.js";
 import { listen as listenToTransfers } from "./transfer_buttons.js";
@@ -20,13 +23,17 @@ const EXPECT_AGAIN_MS = 30_000; // what was brought to memory may have left it a
 // Conversation -> when the server last answered in it, or was last told that it goes on. Infinity: it knows nothing of it.
 const expected = new Map();
 
+let openings = 0; // of conversations, so that one that is fetched does not come over another
+
 const DELETE_PATIENCE_MS = 10_000; // for which a request that was stopped may go on in the server
 
 const chat = new Chat();
 const composer = new Composer();
-const live = new Live(() => new Map(store.list().map(({ id, title }) => [id, title])));
+const live = new Live(() => new Map([...server.others(new Set()), ...store.list()].map(({ id, title }) => [id, title])));
 const fleet = new Fleet();
-const sidebar = new Sidebar();
+const server = new ServerList();
+const sidebar = new Sidebar(server);
+const joined = new Joined(chat, server, () => drawList());
 const panels = new Panels((name) => name === "live" && fleet.goOn());
 
 // --- the server ---------------------------------------------------------------------------------------------------------
@@ -35,7 +42,7 @@ function showServer(state, text) {
   const pill = element("server");
   if (pill.dataset.state === state && pill.textContent === text) return;
   pill.dataset.state = state;
-  pill.textContent = text;
+  pill.textContent = pill.title = text;
 }
 
 /** Until it is known what is served: a model may be loading, a key may be wanted. */
@@ -49,6 +56,7 @@ async function connect() {
       expect();
       if (!document.hidden) {
         live.start();
+        server.refresh();
         fleet.goOn();
       }
       return;
@@ -77,11 +85,16 @@ document.addEventListener("visibilitychange", () => {
   if (document.hidden) {
     live.stop();
     fleet.stop();
+    server.stop();
   } else {
-    if (chat.model) live.start();
+    if (chat.model) {
+      live.start();
+      server.refresh();
+    }
     fleet.goOn();
   }
 });
+live.addEventListener("sessions", ({ detail: sessions }) => server.hear(sessions));
 live.addEventListener("turn", ({ detail: turn }) => chat.hear(turn));
 element("open-key").addEventListener("click", async () => {
   if (await askKey("Sent to this server only. Leave it empty where no key is needed.")) connect();
@@ -107,6 +120,7 @@ async function expect() {
 
 /** Open a conversation, null: a new one. `isStep`: Back leads from it to the one before. */
 function show(conversation, isStep = true) {
+  openings += 1;
   if (conversation?.id !== chat.conversation.id) chat.open(conversation ?? fresh()); // else it is there already, and maybe streams
   address.write(addressed(), isStep);
   notice("");
@@ -123,9 +137,28 @@ const addressed = () => (chat.conversation.messages.length ? chat.conversation.i
 /** Open a conversation by its id, unless it has gone meanwhile. */
 async function showById(id, isStep) {
   if (id && id === chat.conversation.id) return show(chat.conversation, isStep);
+  const asked = (openings += 1);
   const found = await store.load(id);
-  show(found, isStep);
-  if (id && !found) notice("That conversation is not in this browser.");
+  if (found || !id) {
+    show(found, isStep);
+    return joined.catchUp();
+  }
+  notice("");
+  element("list-status").textContent = "Fetching the conversation from the server.";
+  const brought = await bring(id, server.get(id)).catch((error) => error);
+  element("list-status").textContent = "";
+  if (asked !== openings) return; // another one was opened meanwhile
+  if (!(brought instanceof Error)) return show(brought, isStep);
+  if (!isStep) show(null, false);
+  const why = brought.status === 404 ? "it is not in this browser, and the server does not keep it." : brought.message;
+  notice(`That conversation cannot be opened: ${why}`);
+}
+
+/** What the address says, which may be only in the server, or what was open last in this browser. */
+async function showFirst() {
+  const id = address.shownId();
+  if (id) return showById(id, false);
+  show(await store.load(store.last()), false);
 }
 
 /** A new conversation begins with the settings of the one before. */
@@ -150,6 +183,7 @@ async function forget(id, title) {
     notice(`Not deleted: ${error.message}`);
     return;
   }
+  server.forget(id);
   await store.remove(id);
   forgetDraft(id);
   element("list-status").textContent = `“${title}” is gone from this browser and from every tier of the server.`;
@@ -178,6 +212,7 @@ const NOTICES = {
 };
 
 store.onChange(async (id) => {
+  if (!store.list().some((entry) => entry.id === id)) server.forget(id); // another tab has deleted it, there too
   if (!chat.streaming && id === chat.conversation.id) {
     const now = await store.load(id);
     const { conversation } = chat; // by now
@@ -192,7 +227,10 @@ store.onChange(async (id) => {
   drawList();
 });
 chat.addEventListener("change", ({ detail }) => {
-  if (!chat.running.includes(detail.id)) expected.set(detail.id, Date.now()); // its KV is in memory
+  if (!chat.running.includes(detail.id)) {
+    expected.set(detail.id, Date.now()); // its KV is in memory
+    server.refreshSoon();
+  }
   composer.follow(chat.conversation);
   address.write(addressed(), false);
   composer.streaming = chat.streaming;
@@ -215,6 +253,14 @@ sidebar.addEventListener("rename", async ({ detail: { id, title } }) => {
   if (id === chat.conversation.id) chat.conversation.title = title;
   await store.rename(id, title);
   drawList();
+  await server.rename(id, title);
+});
+sidebar.addEventListener("pin", async ({ detail: { id, title, pinned } }) => {
+  try {
+    await server.pin(id, pinned);
+  } catch (error) {
+    notice(`“${title}” is not ${pinned ? "pinned" : "unpinned"}: ${error.message}`);
+  }
 });
 listenToTransfers({
   current: () => chat.conversation,
@@ -288,5 +334,6 @@ for (const place of document.querySelectorAll("[data-icon]")) icon(place, place.
 for (const button of document.querySelectorAll(".icon-button[aria-label]")) button.title = button.getAttribute("aria-label");
 setTheme(document.documentElement.dataset.theme in THEMES ? document.documentElement.dataset.theme : "auto");
 await store.start();
-await showById(address.shownId() ?? store.last(), false);
+chat.placeOf = (id) => server.placeOf(id);
+await showFirst();
 connect();

@@ -4,8 +4,10 @@ import { copyButton, h, icon, number } from "./dom.js";
 import { GrowingText } from "./growing_text.js";
 import { render } from "./markdown.js";
 import { strip } from "./provenance.js";
+import { Reading } from "./reading.js";
 
 const WRITING = {
+  reading: "",
   growing: "",
   waiting: "The server is away. The answer goes on when it is back.",
   elsewhere: "Another tab writes this answer.",
@@ -20,6 +22,7 @@ export class Article {
   #actions;
   #text = h("div", { class: "text", dir: "auto" });
   #growing;
+  #reading = new Reading();
   #shownChars = 0; // of a text that is whole
   #thought = null; // {details, summary, text, shown}
   #ending = h("div", { class: "ending", hidden: true });
@@ -38,16 +41,17 @@ export class Article {
       this.#shownChars = message.content.length;
     }
     const label = h("h2", { class: "visually-hidden" }, mine ? "You" : "Answer");
-    this.element = h("article", { class: `message ${mine ? "mine" : "theirs"}`, data: { id: message.id } }, label, this.#text, this.#ending, this.#buttons);
+    this.element = h("article", { class: `message ${mine ? "mine" : "theirs"}`, data: { id: message.id } }, label, this.#reading.element, this.#text, this.#ending, this.#buttons);
     if (message.thought) this.#drawThought(false);
   }
 
-  /** Draw what has changed. `isWriting`: "growing", "waiting" or "elsewhere" while the answer is written, else
-   * null. `versions`: all
+  /** Draw what has changed. `isWriting`: "reading", "growing", "waiting" or "elsewhere" while the answer is written, else
+   * null. `progress`: of its prompt while that is read, see `Reading`. `versions`: all
    * messages in this one's place. `hasProblem`: that it did not end well is said below the thread. */
-  show({ isLast, isWriting, versions, hasProblem }) {
+  show({ isLast, isWriting, progress = null, versions, hasProblem }) {
     const { message } = this;
     this.element.dataset.streaming = String(Boolean(isWriting));
+    this.#reading.show(isWriting === "reading" ? progress : null);
     if (message.role === "assistant") {
       if (isWriting) this.#growing.show(message.content);
       else if (this.#shownChars !== message.content.length) this.#drawWhole();
@@ -114,8 +118,8 @@ export class Article {
       this.#thought = { details, summary, text };
       this.#text.before(details);
     }
-    const took = seconds(message.thought_ms);
-    const words = isThinking ? `Thinking, for ${took}` : `Thought for ${took}`;
+    const took = (message.thought_ms ?? null) === null ? "" : seconds(message.thought_ms); // not known of one that was fetched
+    const words = isThinking ? `Thinking, for ${took}` : took ? `Thought for ${took}` : "Thought";
     if (this.#thought.summary.textContent !== words) this.#thought.summary.textContent = words;
     if (this.#thought.details.open) this.#fillThought();
   }
@@ -183,7 +187,7 @@ export class Article {
 }
 
 function seconds(ms) {
-  const all = Math.max(1, Math.round((ms ?? 0) / 1000));
+  const all = Math.max(1, Math.round(ms / 1000));
   return all < 120 ? `${all} s` : `${Math.floor(all / 60)} min ${all % 60} s`;
 }
 

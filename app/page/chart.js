@@ -10,6 +10,8 @@ const BOTTOM = 18;
 const TOP = 10;
 const MOST = 60;
 
+const labels = Object.fromEntries(SOURCES.map(({ key, label }) => [key, label]));
+
 const SHAPES = {
   hbm: (x, y) => s("circle", { cx: x, cy: y, r: 4 }),
   dram: (x, y) => s("rect", { x: x - 3.6, y: y - 3.6, width: 7.2, height: 7.2 }),
@@ -29,7 +31,7 @@ export function ttftChart(turns) {
   const step = (WIDTH - LEFT - 12) / Math.max(19, shown.length - 1);
   const x = (n) => WIDTH - 8 - (shown.length - 1 - n) * step;
 
-  const picture = s("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, class: "chart", role: "img", "aria-label": summary(turns) });
+  const picture = s("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, class: "chart", role: "img", "aria-label": summary(shown) });
   for (const ms of [1, 10, 100, 1000, 10_000, 100_000]) {
     if (Math.log10(ms) < low || Math.log10(ms) > high) continue;
     const label = s("text", { x: LEFT - 6, y: y(ms) + 3.5, "text-anchor": "end" }, ms < 1000 ? `${ms} ms` : `${ms / 1000} s`);
@@ -40,36 +42,21 @@ export function ttftChart(turns) {
     const source = mainSource(turn.tokens);
     const dot = SHAPES[source](x(n), y(turn.ttft_ms));
     dot.dataset.source = source;
-    dot.append(s("title", {}, `${milliseconds(turn.ttft_ms)}, mostly ${source}`));
+    dot.append(s("title", {}, `${milliseconds(turn.ttft_ms)}, mostly ${labels[source]}`));
     picture.append(dot);
   });
   const used = new Set(shown.map((turn) => mainSource(turn.tokens)));
   const legend = h("ul", { class: "legend" }, SOURCES.filter(({ key }) => used.has(key)).map(({ key, label }) => {
     const sample = s("svg", { viewBox: "0 0 12 12", class: "chart sample", "aria-hidden": "true" }, SHAPES[key](6, 6));
     sample.firstChild.dataset.source = key;
-    return h("li", {}, sample, key === "computed" ? "mostly computed" : `mostly ${label}`);
+    return h("li", {}, sample, `mostly ${label}`);
   }));
   return h("div", {}, picture, legend);
 }
 
-/** The same in words. */
-export function summary(turns) {
-  const { cached, computed } = medianTtfts(turns);
-  const words = [[cached, "with history from the cache"], [computed, "mostly computed"]]
-    .filter(([ms]) => ms !== null)
-    .map(([ms, what]) => `${milliseconds(ms)} ${what}`);
-  return words.length ? `Median time to first token: ${words.join(", ")}` : "No answers yet";
-}
-
-/** {cached, computed}: of answers most of whose history came from the cache, and of the others; null where there are none. */
-export function medianTtfts(turns) {
-  const of = (isCached) => median(turns.filter((turn) => (mainSource(turn.tokens) !== "computed") === isCached).map((turn) => turn.ttft_ms));
-  return { cached: of(true), computed: of(false) };
-}
-
-function median(values) {
-  if (!values.length) return null;
-  const sorted = values.toSorted((a, b) => a - b);
-  const middle = sorted.length >> 1;
-  return sorted.length % 2 ? sorted[middle] : (sorted[middle - 1] + sorted[middle]) / 2;
+/** The same in words. No medians by source: prompts of other lengths would be compared. */
+function summary(turns) {
+  const times = turns.map((turn) => turn.ttft_ms);
+  const remembered = turns.filter((turn) => mainSource(turn.tokens) !== "computed").length;
+  return `Time to the first word of the last ${turns.length} answers: ${milliseconds(Math.min(...times))} to ${milliseconds(Math.max(...times))}; in ${remembered} of them most was remembered`;
 }

@@ -2,9 +2,9 @@
 
 import { ApiError } from "./api.js";
 import { followAnswer } from "./answer_stream.js";
-import { milliseconds } from "./dom.js";
 import * as tree from "./message_tree.js";
 import { inWords, tokensOf } from "./provenance.js";
+import { waitInWords } from "./reading.js";
 import * as store from "./store.js";
 import { Thread } from "./thread.js";
 import { cutOf, drawMeter } from "./window.js";
@@ -20,7 +20,9 @@ const announcement = document.querySelector("#announce");
  * message that the server will never take and its conversation, `suggest` with a text, `fork` with a conversation. */
 export class Chat extends EventTarget {
   #conversation = store.create();
-  #running = []; // {conversation, answer, abort, state, done} of each answer that is written, the oldest first
+  // {conversation, answer, abort, state, progress, idle_ms, done} of each answer that is written, the oldest first. idle_ms: for
+  // how long nothing had been said before.
+  #running = [];
   #elsewhere = null; // the answer of this conversation that another tab writes
   #early = new Map(); // request id -> tokens: an answer that is stopped gets no report of its own
   #refusal = null; // why the last message went back to the composer
@@ -33,6 +35,7 @@ export class Chat extends EventTarget {
     isBusy: () => this.streaming,
     suggest: (text) => this.#tell("suggest", text),
   });
+  placeOf = () => null; // where what was read of a conversation lies, by its id
   model = null;
   window = null; // the model's, in tokens
   sampling = null; // what the model is drawn with where a request says nothing
@@ -153,7 +156,7 @@ export class Chat extends EventTarget {
 
   #forkAt(message) {
     const { title, options, id } = this.#conversation;
-    return { ...store.create(), ...structuredClone(tree.chainTo(this.#conversation, message)), title: `${title} (fork)`, options: { ...options }, forked: { id, title } };
+    return { ...store.create(), ...structuredClone(tree.chainTo(this.#conversation, message)), title: forkTitle(title, store.list()), options: { ...options }, forked: { id, title } };
   }
 
   async #ask(question) {
@@ -168,7 +171,7 @@ export class Chat extends EventTarget {
    * composer if the server will never take it; else null. */
   #write(answer, question) {
     const conversation = this.#conversation;
-    const writing = { conversation, answer, abort: new AbortController(), state: "growing" };
+    const writing = { conversation, answer, abort: new AbortController(), state: "growing", idle_ms: Date.now() - conversation.updated };
     Object.assign(answer, { end: null, limit: conversation.options.max_tokens });
     delete conversation.problem;
     this.#refusal = null;
@@ -186,10 +189,11 @@ export class Chat extends EventTarget {
     const { conversation, answer, abort } = writing;
     let failure = null;
     let keptAt = Date.now();
-    const told = (state) => {
+    const told = (state, progress = null) => {
       if (state === "waiting" && conversation === this.#conversation) announcement.textContent = "The server is away. The answer goes on when it is back.";
-      writing.state = state;
-      if (conversation === this.#conversation) this.#thread.grow(answer, state);
+      if (progress && !writing.progress && conversation === this.#conversation) announcement.textContent = waitInWords(progress, null, 0) ?? "";
+      Object.assign(writing, { state, progress: progress && { told: progress, place: this.placeOf(conversation.id), since: performance.now() } });
+      if (conversation === this.#conversation) this.#thread.grow(writing);
       if (state !== "growing" || Date.now() < keptAt + KEEP_MS) return;
       keptAt = Date.now();
       store.saveProgress(conversation);
@@ -202,7 +206,8 @@ export class Chat extends EventTarget {
     }
     this.#running = this.#running.filter((other) => other !== writing);
     const early = this.#early.get(answer.request_id);
-    if (!answer.report && early) answer.report = { tokens: tokensOf(early), ttft_ms: early.ttft_ms };
+    if (!answer.report && early) answer.report = { tokens: tokensOf(early), ttft_ms: early.ttft_ms, saved_ms: early.saved_ms ?? null };
+    if (answer.report) answer.report.idle_ms = writing.idle_ms;
     delete answer.request_id;
     const refused = failure !== null && question !== null && REFUSED.has(failure.status) && !answer.content;
     if ((failure || answer.end === "stopped") && !answer.content && !answer.thought) tree.drop(conversation, answer);
@@ -274,6 +279,15 @@ export class Chat extends EventTarget {
   }
 }
 
+/** "Foxes (fork)", then "Foxes (fork 2)", also for a fork of a fork. */
+function forkTitle(title, there) {
+  const base = title.replace(/ \(fork(?: \d+)?\)$/, "");
+  const taken = new Set(there.map((entry) => entry.title));
+  let name = `${base} (fork)`;
+  for (let count = 2; taken.has(name); count += 1) name = `${base} (fork ${count})`;
+  return name;
+}
+
 function asSent({ role, content, thought }) {
   return thought ? { role, content, reasoning_content: thought } : { role, content };
 }
@@ -282,7 +296,7 @@ function asSent({ role, content, thought }) {
 function announce(answer) {
   if (!answer.content) return;
   const { report } = answer;
-  const cost = report ? ` First token after ${milliseconds(report.ttft_ms)}; ${inWords(report.tokens)}.` : "";
+  const cost = report ? ` ${inWords(report)}.` : "";
   const end = { stopped: "Answer stopped.", length: "Answer ended at its limit." }[answer.end] ?? "Answer complete.";
   announcement.textContent = `${end}${cost}`;
 }

@@ -5,7 +5,7 @@ import { bytes, h, milliseconds, number, percent } from "./dom.js";
 
 const PERIOD_MS = 2000;
 const CHANGED_MS = 4000; // how long a count stays marked after it has grown
-const TIERS = [["hbm", "HBM"], ["dram", "DRAM"], ["disk", "Disk"]];
+const TIERS = [["hbm", "Device"], ["dram", "Memory"], ["disk", "Disk"]];
 const MOVES = { wait: "it was too busy", dead: "it was gone", drain: "it was draining", asked: "an operator moved them" };
 
 const panel = document.querySelector("#live");

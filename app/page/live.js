@@ -1,13 +1,13 @@
 // The live view: what is in which tier, what moves between them, who waits, and what the first tokens took.
 
 import { liveEvents } from "./api.js";
-import { medianTtfts, ttftChart } from "./chart.js";
-import { bytes, h, milliseconds, number, percent } from "./dom.js";
-import { cachedTokens, promptTokens, tokensOf } from "./provenance.js";
+import { ttftChart } from "./chart.js";
+import { bytes, h, number, percent } from "./dom.js";
+import { cachedTokens, insteadOf, promptTokens, roughly, tokensOf } from "./provenance.js";
 
 const TIERS = [
-  { key: "hbm", label: "HBM", what: "on the device, ready for use" },
-  { key: "dram", label: "DRAM", what: "in memory, keys without position" },
+  { key: "hbm", label: "Device", what: "ready for use (HBM)" },
+  { key: "dram", label: "Memory", what: "fetched in an instant (DRAM)" },
   { key: "disk", label: "Disk", what: "survives a restart" },
   { key: "redis", label: "Redis", what: "shared with other servers" },
 ];
@@ -17,7 +17,8 @@ const RETRY_MS = [500, 1000, 2000, 5000];
 
 const panel = document.querySelector("#live");
 
-/** Events: `turn` for every answer's first token, `engine` with the engine's state or "away", `key` when one is wanted, `fleet`
+/** Events: `turn` for every answer's first token, `engine` with the engine's state or "away", `sessions` with
+ * those used last, `key` when one is wanted, `fleet`
  * while the server is one of a fleet's. */
 export class Live extends EventTarget {
   #turns = [];
@@ -34,8 +35,8 @@ export class Live extends EventTarget {
     this.#parts = Object.fromEntries(["ttft", "tiers", "sessions", "queue"].map((name) => [name, h("div", { data: { part: name } })]));
     const section = (title, name, hint) => h("section", {}, h("h2", {}, title), h("p", { class: "small muted" }, hint), this.#parts[name]);
     panel.append(
-      section("Time to first token", "ttft", "A dot for each of the last answers, on a logarithmic scale."),
-      section("The hierarchy", "tiers", "Where the KV cache of all conversations lies. What is full drops what is needed last."),
+      section("Time to the first word", "ttft", "A dot for each of the last answers, on a logarithmic scale. Long prompts take longer."),
+      section("The hierarchy", "tiers", "What was read of all conversations (their KV cache) lies in these. What is full drops what is needed last."),
       section("Conversations", "sessions", "Those used last: their blocks of 32 tokens by tier; a block may be in several."),
       section("The queue", "queue", "Requests that wait, next first."),
     );
@@ -88,6 +89,7 @@ export class Live extends EventTarget {
   #show(state) {
     this.dispatchEvent(new CustomEvent("engine", { detail: state.engine }));
     if (state.replica) this.dispatchEvent(new Event("fleet"));
+    this.dispatchEvent(new CustomEvent("sessions", { detail: state.sessions }));
     this.#noteMoves(state);
     this.#drawTiers(state);
     this.#drawSessions(state);
@@ -179,7 +181,7 @@ export class Live extends EventTarget {
     const titles = this.#titles();
     const slots = queue.front.map((waiting) => {
       const title = titles.get(waiting.session_id) ?? short(waiting.session_id);
-      const load = waiting.bytes_to_load ? `${bytes(waiting.bytes_to_load)} to load` : "nothing to load";
+      const load = waiting.bytes_to_load ? `${bytes(waiting.bytes_to_load)} to fetch` : "nothing to fetch";
       const order = Object.entries(waiting.order).map(([name, value]) => `, ${name.replaceAll("_", " ")} ${Number(value.toFixed(1))}`).join("");
       const what = `${title}: ${load}, waits ${waiting.waiting_s.toFixed(1)} s${order}`;
       const place = waiting.bytes_to_load ? 3 : waiting.hbm_tokens ? 1 : 2;
@@ -191,7 +193,7 @@ export class Live extends EventTarget {
       parts.push(h("ol", { class: "window", "aria-label": "Requests that start next" }, slots));
       if (outside > 0) parts.push(h("p", { class: "small muted" }, `and ${number(outside)} after these`));
       parts.push(h("ul", { class: "legend" },
-        [[1, "some of it in HBM"], [2, "nothing to load"], [3, "must be loaded"]].map(([n, what]) =>
+        [[1, "some of it is on the device"], [2, "nothing to fetch"], [3, "must be fetched"]].map(([n, what]) =>
           h("li", {}, h("span", { class: "slot sample", data: { class: n } }, n), what))));
     }
     this.#parts.queue.replaceChildren(...parts);
@@ -206,12 +208,11 @@ export class Live extends EventTarget {
     const whole = totals.reduce((sum, tokens) => sum + promptTokens(tokens), 0);
     const cached = totals.reduce((sum, tokens) => sum + cachedTokens(tokens), 0);
     const tile = (value, what) => h("div", { class: "tile" }, h("strong", {}, value), h("span", { class: "small muted" }, what));
-    const medians = medianTtfts(this.#turns);
+    const saved = this.#turns.reduce((sum, turn) => sum + (insteadOf(turn) === null ? 0 : turn.saved_ms), 0);
     this.#parts.ttft.replaceChildren(
       h("div", { class: "tiles" },
-        tile(percent(cached, whole), "of prompt tokens not computed again"),
-        medians.cached === null ? null : tile(milliseconds(medians.cached), "median, history from the cache"),
-        medians.computed === null ? null : tile(milliseconds(medians.computed), "median, mostly computed")),
+        saved ? tile(roughly(saved), "of reading saved") : null,
+        tile(percent(cached, whole), "of what was sent was remembered")),
       ttftChart(this.#turns));
   }
 }

@@ -19,6 +19,27 @@ export function add(conversation, parent, message) {
   return added;
 }
 
+/** Write a chain of messages into the tree, those that are not there yet, and then show its end. An answer of which only a
+ * part is there is made whole; one of which more is there is the same one. Returns how many were written. */
+export function graft(conversation, chain) {
+  let parent = null;
+  let written = 0;
+  for (const message of chain) {
+    const there = conversation.messages.find((other) => other.parent === parent && isOne(other, message));
+    const isPart = there && there.content.length < message.content.length;
+    if (isPart) Object.assign(there, { content: message.content, end: message.end });
+    if (!there || isPart) written += 1;
+    parent = (there ?? add(conversation, parent, message)).id;
+  }
+  return written;
+}
+
+function isOne(one, other) {
+  if (one.role !== other.role) return false;
+  if (one.content === other.content) return true;
+  return one.role === "assistant" && Boolean(one.content && other.content) && (one.content.startsWith(other.content) || other.content.startsWith(one.content));
+}
+
 /** Take a message out of which nothing has grown. The one above becomes the head if it was that. */
 export function drop(conversation, message) {
   conversation.messages = conversation.messages.filter((other) => other.id !== message.id);

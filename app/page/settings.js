@@ -70,7 +70,7 @@ export function askKey(why) {
 
 /** Resolves to whether it may be deleted. */
 export function confirmDelete(title) {
-  element("confirm-what").textContent = `“${title}” leaves this browser, and its KV cache every tier of the server.`;
+  element("confirm-what").textContent = `“${title}” leaves this browser and the server, and so does all that was read of it.`;
   return closed(element("confirm"), (answer) => answer === "delete");
 }
 

@@ -1,15 +1,19 @@
 // The list of conversations: by day, searched, renamed, and one stop of the Tab key however many there are.
 
 import { h, icon } from "./dom.js";
+import { stateInWords } from "./row_state.js";
 import * as store from "./store.js";
 
 const SEARCH_AFTER_MS = 200; // texts are looked through when the typing pauses
 const MAX_TITLE_CHARS = 200;
+const SETTLING_MS = 10_000; // for which a turn that has just ended may not be in the server's list yet
 
 const list = document.querySelector("#conversations");
 const search = document.querySelector("#search");
+const places = document.querySelector("#places"); // what the dots mean
 
-/** Events: `open` with an id, `remove` and `rename` with an entry ({id, title}; `rename` with the new title). */
+/** Events: `open` with an id, `remove` and `rename` with an entry ({id, title}; `rename` with the new title), `pin` with
+ * {id, title, pinned}. */
 export class Sidebar extends EventTarget {
   #current = null; // the id of the conversation that is open
   #running = [];
@@ -17,9 +21,13 @@ export class Sidebar extends EventTarget {
   #inTexts = []; // ids of those that the search found in what was said
   #timer = null;
   #query = "";
+  #isHeld = false; // while a button of the list is pressed: a row that is drawn anew would not hear of the click
+  #server;
 
-  constructor() {
+  /** `server`: a ServerList, whose conversations stand in the list beside those of this browser. */
+  constructor(server) {
     super();
+    this.#server = server;
     search.addEventListener("input", () => this.#search());
     search.addEventListener("keydown", (event) => {
       if (event.key === "ArrowDown") this.#rows()[0]?.focus();
@@ -32,18 +40,22 @@ export class Sidebar extends EventTarget {
       event.preventDefault();
     });
     list.addEventListener("keydown", (event) => this.#press(event));
+    list.addEventListener("pointerdown", () => { this.#isHeld = true; });
+    for (const end of ["pointerup", "pointercancel"]) addEventListener(end, () => this.#isHeld && setTimeout(() => this.#release()));
   }
 
   /** `running`: the ids of conversations in which an answer is written. */
   draw(current, running = this.#running) {
     this.#current = current;
     this.#running = running;
-    if (list.querySelector("input")) return; // a name is being typed
+    if (this.#isHeld || list.querySelector("input")) return; // a name is being typed
+    places.hidden = !this.#server.isKnown;
     const groups = this.#groups();
     const state = JSON.stringify([current, running, groups]);
     if (state === this.#drawn) return;
     this.#drawn = state;
-    const focused = list.contains(document.activeElement) ? document.activeElement.closest("li")?.dataset.id : null;
+    const item = list.contains(document.activeElement) ? document.activeElement.closest("li") : null;
+    const [focused, place] = [item?.dataset.id, item && [...item.querySelectorAll("button")].indexOf(document.activeElement)];
     list.replaceChildren(...groups.flatMap(([name, entries]) => [
       h("h2", { class: "small muted" }, name),
       h("ul", { "aria-label": name }, entries.map((entry) => this.#row(entry))),
@@ -52,14 +64,19 @@ export class Sidebar extends EventTarget {
     const rows = this.#rows();
     const stop = rows.find((row) => row.getAttribute("aria-current")) ?? rows[0];
     if (stop) stop.tabIndex = 0;
-    if (focused) this.#rowOf(focused)?.focus();
+    if (focused) this.#rowOf(focused)?.closest("li").querySelectorAll("button")[place]?.focus();
+  }
+
+  #release() {
+    this.#isHeld = false;
+    this.draw(this.#current);
   }
 
   /** Let a name be typed in the place of the one that there is. */
   rename(id) {
     const row = this.#rowOf(id);
     if (!row) return;
-    const title = store.list().find((entry) => entry.id === id)?.title ?? "";
+    const title = this.#entries().find((entry) => entry.id === id)?.title ?? "";
     const field = h("input", { type: "text", value: title, maxLength: MAX_TITLE_CHARS, class: "rename", "aria-label": "Name of the conversation" });
     let isClosed = false; // a field that is taken away loses the focus, which closes it too
     const close = (keep) => {
@@ -84,16 +101,33 @@ export class Sidebar extends EventTarget {
     field.select();
   }
 
-  #row({ id, title }) {
+  /** Those of this browser and those that only the server has. */
+  #entries() {
+    const here = store.list();
+    const others = this.#server.others(new Set(here.map(({ id }) => id)));
+    const all = others.length ? [...here, ...others].toSorted((a, b) => b.updated - a.updated) : here;
+    return all.map((entry) => {
+      const row = this.#server.get(entry.id);
+      const isSettling = !row && Date.now() - entry.updated < SETTLING_MS;
+      const place = isSettling ? null : this.#server.placeOf(entry.id);
+      return { ...entry, place, says: stateInWords(place, row), pinned: row?.pinned ?? false, canPin: Boolean(row) && place !== "anew" };
+    });
+  }
+
+  #row({ id, title, place, says, pinned, canPin }) {
     const tell = (type) => () => this.dispatchEvent(new CustomEvent(type, { detail: type === "open" ? id : { id, title } }));
     const open = h("button", {
-      type: "button", class: "open", tabIndex: -1, title, "aria-current": id === this.#current ? "true" : undefined,
+      type: "button", class: "open", tabIndex: -1, title: says ? `${title}\n${says}` : title, "aria-current": id === this.#current ? "true" : undefined,
       "aria-keyshortcuts": "F2 Delete", on: { click: tell("open") },
     }, title || "Untitled", this.#running.includes(id) ? h("span", { class: "running" }, h("span", { class: "visually-hidden" }, ", an answer is written")) : null);
     const small = (name, picture, done) =>
       icon(h("button", { type: "button", class: "icon-button small", tabIndex: -1, "aria-label": `${name} “${title}”`, title: name, on: { click: done } }), picture);
-    const buttons = h("span", { class: "row-buttons" }, small("Rename", "edit", () => this.rename(id)), small("Delete", "trash", tell("remove")));
-    return h("li", { data: { id } }, open, buttons);
+    const buttons = h("span", { class: "row-buttons" }, small("Rename", "edit", () => this.rename(id)),
+      canPin ? small(pinned ? "Unpin" : "Pin", "pin", () => this.dispatchEvent(new CustomEvent("pin", { detail: { id, title, pinned: !pinned } }))) : null,
+      small("Delete", "trash", tell("remove")));
+    const dot = place ? h("span", { class: "dot", "aria-hidden": "true", data: { place } }) : null;
+    const mark = pinned ? icon(h("span", { class: "pinned", "aria-hidden": "true" }), "pin") : null;
+    return h("li", { data: { id } }, dot, open, mark, buttons);
   }
 
   #rows() {
@@ -143,7 +177,7 @@ export class Sidebar extends EventTarget {
 
   /** [[name, entries]], without empty ones. */
   #groups() {
-    const entries = store.list();
+    const entries = this.#entries();
     if (this.#query) {
       const inTitles = entries.filter(({ title }) => title.toLowerCase().includes(this.#query));
       const inTexts = entries.filter((entry) => this.#inTexts.includes(entry.id) && !inTitles.includes(entry));

@@ -90,6 +90,12 @@ function newId() {
   return `page-${name}`;
 }
 
+/** The name of a conversation that was given none. */
+export function titleOf(conversation) {
+  const first = path(conversation).find(({ role }) => role === "user")?.content ?? "";
+  return first.trim().split("\n")[0].slice(0, 60);
+}
+
 /** null where there is none of that id. */
 export async function load(id) {
   if (!id) return null;
@@ -123,8 +129,7 @@ function inTurn(work) {
 
 async function write(conversation) {
   const before = { revision: conversation.revision, id: conversation.id, title: conversation.title };
-  const first = path(conversation).find(({ role }) => role === "user")?.content ?? "";
-  conversation.title ||= first.trim().split("\n")[0].slice(0, 60);
+  conversation.title ||= titleOf(conversation);
   conversation.updated = Date.now();
   let branched = false;
   try {

@@ -30,8 +30,8 @@ export class Thread {
   }
 
   /** Draw what has changed. `messages`: those of the path. `forked`: {title} of the conversation that this one began as, or
-   * nothing. `cut`: {message, tokens} where the
-   * model's window begins, or null. `writing`: {answer, state} or null. `versionsOf(message)`.
+   * nothing. `cut`: {message, tokens, recalled} where the
+   * model's window begins, or null. `writing`: {answer, state, progress} or null. `versionsOf(message)`.
    * `problem`: {text, mayHelp} or null. What is drawn already and still the same is left alone. */
   draw({ messages, forked, cut, writing, versionsOf, problem }) {
     const follows = this.#isAtEnd;
@@ -61,14 +61,15 @@ export class Thread {
       this.#rule.remove();
       return;
     }
-    this.#rule.textContent = `The model no longer reads what is above (${number(cut.tokens)} tokens).`;
+    const recalled = cut.recalled ? ` The last answer recalled ${number(cut.recalled)} of them.` : "";
+    this.#rule.textContent = `The model no longer reads what is above (${number(cut.tokens)} tokens).${recalled}`;
     if (below.element.previousElementSibling !== this.#rule) below.element.before(this.#rule);
   }
 
   /** The answer that is written has grown, or waits. */
-  grow(answer, state) {
+  grow({ answer, state, progress }) {
     const article = this.#articles.at(-1);
-    if (article?.message === answer) article.show({ isLast: true, isWriting: state, versions: [answer], hasProblem: false });
+    if (article?.message === answer) article.show({ isLast: true, isWriting: state, progress, versions: [answer], hasProblem: false });
   }
 
   #show(article, { messages, writing, versionsOf, problem }) {
@@ -76,6 +77,7 @@ export class Thread {
     article.show({
       isLast: message === messages.at(-1),
       isWriting: writing?.answer === message ? writing.state : null,
+      progress: writing?.progress,
       versions: versionsOf(message),
       hasProblem: Boolean(problem),
     });
@@ -125,7 +127,7 @@ export class Thread {
     const facts = [
       ["hbm", "Every message you send makes a model read the whole conversation. Reprise keeps what it has read, so it reads only what is new."],
       ["dram", "What does not fit on the device stays in memory and on disk, and comes back while you wait for the first word."],
-      ["disk", "Close the tab, restart the server: the conversation goes on where it was. The bar under every answer shows where its history came from."],
+      ["disk", "Close the tab, restart the server, take another device: the conversation goes on where it was. The line under every answer says what that saved and where its history came from."],
     ];
     const suggestions = SUGGESTIONS.map((text) =>
       h("button", { type: "button", on: { click: () => this.#actions.suggest(text) } }, text));

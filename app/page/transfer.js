@@ -1,7 +1,7 @@
 // Conversations as files: all of them as JSON, which another browser reads, and one of them as Markdown for people.
 
 import { path } from "./message_tree.js";
-import { SOURCES } from "./provenance.js";
+import { SOURCES, isReason } from "./provenance.js";
 import * as store from "./store.js";
 
 const KIND = "reprise-conversations";
@@ -101,7 +101,11 @@ function reportFrom(report) {
   if (!report?.tokens) return null;
   return {
     tokens: Object.fromEntries(SOURCES.map(({ key }) => [key, count(report.tokens[key]) ?? 0])),
+    reasons: report.reasons ? Object.fromEntries(Object.entries(report.reasons).filter(([name, tokens]) => isReason(name) && count(tokens))) : null,
     ttft_ms: count(report.ttft_ms),
+    saved_ms: count(report.saved_ms),
+    idle_ms: count(report.idle_ms),
+    recalled: count(report.recalled),
     completion_tokens: count(report.completion_tokens),
     timings: Object.fromEntries(TIMINGS.map((name) => [name, count(report.timings?.[name])])),
   };

@@ -16,12 +16,13 @@ export function usedTokens(messages) {
   return last ? promptTokens(last.report.tokens) + (last.report.completion_tokens ?? 0) : null;
 }
 
-/** {message, tokens}: the first message of which the model still reads something, and how many tokens before it are
- * dropped; null while it reads all. Each answer's report says how many tokens came before it, so that the place is known to
+/** {message, tokens, recalled}: the first message of which the model still reads something, how many tokens before it are
+ * dropped, and how many of those the last answer had brought back; null while it reads all. Each answer's report says how many tokens came before it, so that the place is known to
  * a message. A system prompt, which the server keeps, counts as if it came first and were dropped: what stands below the
  * place is read, and of what is above at most so much as that prompt is long. */
 export function cutOf(messages) {
-  const tokens = messages.findLast(isAnswer)?.report.tokens.truncated ?? 0;
+  const last = messages.findLast(isAnswer)?.report;
+  const tokens = last?.tokens.truncated ?? 0;
   if (!tokens) return null;
   let first = 0;
   for (const [index, message] of messages.entries()) {
@@ -30,7 +31,7 @@ export function cutOf(messages) {
     if (before > tokens) break;
     first = before + (message.report.completion_tokens ?? 0) > tokens ? index : index + 1;
   }
-  return first && messages[first] ? { message: messages[first], tokens } : null;
+  return first && messages[first] ? { message: messages[first], tokens, recalled: last.recalled ?? 0 } : null;
 }
 
 /** Draw how much of the window is taken. `size`: the model's, in tokens, null while it is unknown. */

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.page.browser import chromium, executable
@@ -20,6 +21,14 @@ FORGET = """() => {
     asked.onsuccess = asked.onerror = done;
   });
 }"""
+
+
+def forget_in_server(server: Served) -> None:
+    """Delete the conversations that the server keeps."""
+    server.engine.session_error = None
+    listed = httpx.get(f"{server.url}/v1/sessions", params={"titles": "true", "limit": 1000}).json()["data"]
+    for session in listed:
+        httpx.delete(f"{server.url}/v1/sessions/{session['id']}")
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +57,8 @@ def tab(browser: Any) -> Iterator[Any]:
 
 @pytest.fixture
 def page(tab: Any, server: Served) -> Iterator[Any]:
-    """The page, in a browser that remembers nothing; what it complains about in its console fails the test."""
+    """The page, in a browser and of a server that remember nothing. What it complains about in its console fails the
+    test."""
     complaints: list[str] = []
 
     def hear(said: Any) -> None:
@@ -61,6 +71,7 @@ def page(tab: Any, server: Served) -> Iterator[Any]:
     tab.set_viewport_size({"width": 1280, "height": 800})
     tab.goto(server.url)
     tab.evaluate(FORGET)
+    forget_in_server(server)
     tab.on("pageerror", fail)
     tab.on("console", hear)
     tab.reload()

@@ -286,7 +286,7 @@ def test_how_long_to_wait_after_a_refusal_is_said(page: Any) -> None:
 def test_a_selection_stays_while_an_answer_grows_and_when_it_ends(page: Any, server: Served) -> None:
     """The selection in a paragraph that grows, and details that are open in the answer before."""
     first = send(page, "One")
-    first.get_by_text("Details").click()
+    first.locator(".provenance summary").click()
     server.engine.script.answer, server.engine.script.step_s = "# Foxes\n\n" + "fox " * 60 + "end.", 0.02
     press_enter(page, "Two")
     page.locator('article.theirs[data-streaming="true"] p').filter(has_text="fox fox fox fox").wait_for()
@@ -300,7 +300,7 @@ def test_a_selection_stays_while_an_answer_grows_and_when_it_ends(page: Any, ser
     assert page.evaluate("getSelection().toString()") == "fox fox fox"
     assert answered(page, 2).locator(".text").inner_text().endswith("end.")
     assert page.evaluate("getSelection().toString()") == "fox fox fox"
-    assert first.locator(".provenance details").get_attribute("open") is not None
+    assert first.locator(".provenance").get_attribute("open") is not None
 
 
 def test_a_thought_grows_while_it_is_open(page: Any) -> None:

@@ -31,7 +31,7 @@ def test_a_conversation_goes_on_after_a_restart_with_its_history_from_disk(brows
         assert again.locator('[data-source="hbm"].part').count() == 1
         page.wait_for_timeout(1500)  # a turn is on disk a moment after its end
     page.locator('#server[data-state="waiting"]').wait_for(timeout=20_000)
-    with serve("page-second", own, port=port):
+    with serve("page-second", own, port=port) as server:
         page.locator('#server[data-state="ready"]').wait_for(timeout=20_000)  # without a reload
         page.reload()
         page.locator('#server[data-state="ready"]').wait_for(timeout=20_000)
@@ -42,11 +42,19 @@ def test_a_conversation_goes_on_after_a_restart_with_its_history_from_disk(brows
         assert {"disk", "dram"} & set(sources), answer.inner_text()
         tokens = {
             source: int(
-                answer.locator(f".legend li:has([data-source={source}])").inner_text().split()[-1].replace(",", "")
+                answer.locator(f".legend li:has([data-source={source}])").text_content().split()[-1].replace(",", "")
             )
             for source in sources
         }
         assert sum(count for source, count in tokens.items() if source != "computed") > tokens["computed"]
+        fresh = browser.new_page()  # which has a browser's memory of its own
+        fresh.goto(server.url)
+        fresh.locator("#conversations .open").filter(has_text="Hello! Do you like music?").click()
+        fresh.locator("article.theirs").nth(2).wait_for()
+        answers = "article.theirs .text"
+        assert fresh.locator(answers).all_inner_texts() == page.locator(answers).all_inner_texts()
+        fresh.locator('#conversations .dot[data-place="ready"]').wait_for()
+        fresh.close()
         open_live(page)
         page.get_by_role("row").filter(has_text="Hello! Do you like").wait_for()
     page.close()

@@ -18,9 +18,10 @@ def script(server: Served) -> Script:
     return server.engine.script
 
 
-def turn(page: Any, server: Served, text: str, *, prompt: int, truncated: int = 0) -> None:
+def turn(page: Any, server: Served, text: str, *, prompt: int, truncated: int = 0, recalled: int = 0) -> None:
     server.engine.script.report = {
-        "prompt_tokens": prompt, "hbm_tokens": prompt - 5, "truncated_tokens": truncated, "miss_reasons": {"new": 5},
+        "prompt_tokens": prompt, "hbm_tokens": prompt - 5, "truncated_tokens": truncated, "recalled_tokens": recalled,
+        "miss_reasons": {"new": 5},
     }  # fmt: skip
     send(page, text)
 
@@ -41,6 +42,8 @@ def test_the_window_is_measured_and_its_beginning_is_marked(page: Any, server: S
     order = page.locator("#thread > :is(article, .rule)").evaluate_all("all => all.map((one) => one.innerText)")
     assert order[2].startswith("The model no longer reads")
     assert order[3].endswith("Two")
+    turn(page, server, "Four", prompt=170, truncated=100, recalled=32)
+    assert rule.inner_text().endswith("(100 tokens). The last answer recalled 32 of them.")
     page.reload()
     page.locator('#server[data-state="ready"]').wait_for()
     rule.wait_for()

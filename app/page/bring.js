@@ -1,0 +1,73 @@
+// Brings a conversation that the server keeps into this browser, or what was said in it elsewhere.
+
+import { listMessages } from "./api.js";
+import { graft, path } from "./message_tree.js";
+import * as store from "./store.js";
+
+const MAX_PAGES = 100; // of at most 1,000 messages or 4 MiB each
+
+/** A conversation out of what the server keeps of it, which is not in this browser yet. `row`: what the list says of it,
+ * or undefined. Throws ApiError, or Error with a sentence for people if the page cannot go on with it. */
+export async function bring(id, row) {
+  const { system, messages } = asSaid(await all(id));
+  const conversation = { ...store.create(), id, title: row?.title ?? "", updated: row?.updated ?? Date.now(), revision: 1 };
+  conversation.options.system = system;
+  graft(conversation, messages);
+  conversation.title ||= store.titleOf(conversation);
+  await store.adopt([conversation]).catch(() => Object.assign(conversation, { revision: 0 })); // full: it is shown all the same
+  return (await store.load(id)) ?? conversation;
+}
+
+/** Add to a conversation what was said in it elsewhere: below what is shown here, or as versions. Returns whether something
+ * was added. Fails silently: it is shown as it is here. */
+export async function catchUp(conversation) {
+  const { id, revision } = conversation;
+  try {
+    const { messages } = asSaid(await all(id));
+    const now = await store.load(id);
+    if (now?.revision !== revision) return false;
+    const { head } = now;
+    if (!graft(now, messages)) return false;
+    if (!path(now).some((message) => message.id === head)) now.head = head; // it goes on from elsewhere: another version
+    return (await store.save(now)) === "kept";
+  } catch {
+    return false;
+  }
+}
+
+/** Whether the server may know more of a conversation than is shown of it here. */
+export function differs(conversation, row) {
+  const here = path(conversation).length + (conversation.options.system.trim() ? 1 : 0);
+  return Boolean(row?.count) && row.count !== here;
+}
+
+async function all(id) {
+  const found = [];
+  let after = null;
+  for (let pages = 0; pages < MAX_PAGES; pages += 1) {
+    const page = await listMessages(id, after);
+    found.push(...page.data);
+    if (!page.has_more) return found;
+    after = page.last_id;
+  }
+  throw new Error("It is too long for this page.");
+}
+
+/** {system, messages} of the server's list. */
+function asSaid(list) {
+  const [first] = list;
+  const hasSystem = first?.role === "system" || first?.role === "developer";
+  const messages = list.slice(hasSystem ? 1 : 0).map(({ role, content, tool_calls: calls, reasoning_content: thought }) => {
+    const text = asText(content);
+    if (role === "user") return { role, content: text };
+    if (role !== "assistant" || calls?.length) throw new Error("It has calls of tools or more than one system prompt, which this page does not show.");
+    return { role, content: text, thought: asText(thought), thought_ms: null, report: null, end: "stop", limit: null };
+  });
+  if (!messages.length) throw new Error("The server keeps no messages of it.");
+  return { system: hasSystem ? asText(first.content) : "", messages };
+}
+
+function asText(content) {
+  if (Array.isArray(content)) return content.map((part) => part?.text ?? "").join("");
+  return typeof content === "string" ? content : "";
+}

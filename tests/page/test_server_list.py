@@ -1,0 +1,269 @@
+"""Tests conversations that belong to the server: listed, opened, named, pinned and deleted from any browser."""
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.app.fakes import Script, session_info
+from tests.page.browser import answered, composer, send, wait_until
+from tests.page.conftest import FORGET
+from tests.page.served import Served
+from tests.page.test_sidebar import WRITE
+
+pytestmark = pytest.mark.servers
+
+ROWS = "#conversations .open"
+
+
+@pytest.fixture(autouse=True)
+def script(server: Served) -> Iterator[Script]:
+    server.engine.script = Script()
+    server.engine.session_error = None
+    yield server.engine.script
+    server.engine.kept.clear()
+
+
+def reload(page: Any) -> None:
+    page.reload()
+    page.locator('#server[data-state="ready"]').wait_for()
+
+
+def fresh_browser(page: Any) -> None:
+    page.evaluate("location.hash = ''")
+    page.evaluate(FORGET)
+    reload(page)
+
+
+def say(server: Served, *texts: str, session: str, system: str = "") -> list[dict[str, Any]]:
+    """A conversation of another client. Returns its messages."""
+    messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+    for text in texts:
+        messages.append({"role": "user", "content": text})
+        body = {"model": "test-model", "messages": messages, "session_id": session}
+        answer = httpx.post(f"{server.url}/v1/chat/completions", json=body).raise_for_status().json()
+        messages.append({"role": "assistant", "content": answer["choices"][0]["message"]["content"]})
+    return messages
+
+
+def listed(server: Served) -> dict[str, dict[str, Any]]:
+    data = httpx.get(f"{server.url}/v1/sessions", params={"titles": "true"}).json()["data"]
+    return {session["id"]: session for session in data}
+
+
+def test_a_fresh_browser_lists_and_opens_what_the_server_keeps(page: Any, server: Served) -> None:
+    page.get_by_role("button", name="System prompt and sampling").click()
+    page.get_by_label("System prompt", exact=True).fill("Be brief.")
+    page.get_by_role("button", name="Done").click()
+    send(page, "Foxes\nare red")
+    send(page, "And owls?")
+    session = server.engine.submitted[-1].session_id
+    fresh_browser(page)
+    row = page.locator(ROWS).filter(has_text="Foxes are red")
+    row.wait_for()
+    assert page.locator("#conversations h2").all_inner_texts() == ["Today"]
+    row.click()
+    answered(page, 2)
+    assert page.locator("article .text").all_inner_texts() == [
+        "Foxes\nare red", "Hello there, how are you today?", "And owls?", "Hello there, how are you today?",
+    ]  # fmt: skip
+    with page.expect_request("**/v1/chat/completions") as asked:
+        send(page, "More")
+    body = asked.value.post_data_json
+    assert (body["session_id"], len(body["messages"]), body["messages"][0]["content"]) == (session, 6, "Be brief.")
+    assert page.locator(ROWS).count() == 1
+    reload(page)
+    answered(page, 3)
+
+
+def test_an_address_opens_what_only_the_server_has(page: Any, server: Served) -> None:
+    say(server, "From a script", session="scripted")
+    page.goto(f"{server.url}/#/c/scripted")
+    reload(page)
+    page.locator("article.mine").filter(has_text="From a script").wait_for()
+    assert page.title() == "From a script – Reprise"
+
+
+def test_what_was_said_in_another_browser_is_added(page: Any, server: Served) -> None:
+    send(page, "One")
+    session = server.engine.submitted[-1].session_id
+    page.get_by_role("button", name="New conversation").click()
+    say(server, "One", "Two", session=session)
+    reload(page)
+    page.locator(ROWS).filter(has_text="One").click()
+    answered(page, 2)
+    assert page.locator("article.mine .text").all_inner_texts() == ["One", "Two"]
+    assert page.locator(".provenance").count() == 1, "the first answer is the one that was here"
+
+
+def test_what_was_said_elsewhere_in_the_place_of_a_message_is_a_version(page: Any, server: Served) -> None:
+    send(page, "One")
+    send(page, "Two")
+    session = server.engine.submitted[-1].session_id
+    page.get_by_role("button", name="New conversation").click()
+    say(server, "One", "Instead", "More", session=session)
+    reload(page)
+    page.locator(ROWS).filter(has_text="One").click()
+    page.get_by_role("group", name="Versions of this message").wait_for()
+    assert page.locator("article.mine .text").all_inner_texts() == ["One", "Two"]
+    page.get_by_role("button", name="Next version").click()
+    assert page.locator("article.mine .text").all_inner_texts() == ["One", "Instead", "More"]
+
+
+def test_a_part_of_an_answer_is_made_whole_and_nothing_is_written_twice(page: Any) -> None:
+    graft = """async () => {
+      const { chainOf, graft, path } = await import("/page/message_tree.js");
+      const said = (content, place) => ({ role: place % 2 ? "assistant" : "user", content, end: "stop" });
+      const one = chainOf(["a", "Once upo"].map(said));
+      const written = [graft(one, ["a", "Once"].map(said)), graft(one, ["a", "Once upon", "c"].map(said))];
+      written.push(graft(one, ["a", "Once upon", "c"].map(said)), graft(one, ["a", "No"].map(said)));
+      return [written, path(one).map(({ content }) => content), one.messages.length];
+    }"""
+    assert page.evaluate(graft) == [[0, 2, 0, 1], ["a", "No"], 4]
+
+
+def test_a_conversation_that_only_the_server_has_is_deleted_there(page: Any, server: Served) -> None:
+    say(server, "Secret", session="scripted")
+    reload(page)
+    page.get_by_role("button", name="Delete “Secret”").click()
+    page.get_by_role("button", name="Delete", exact=True).click()
+    page.locator(ROWS).wait_for(state="detached")
+    assert listed(server) == {}
+    reload(page)
+    page.wait_for_timeout(200)
+    assert page.locator(ROWS).count() == 0
+
+
+def test_what_only_the_browser_has_stays(page: Any, server: Served) -> None:
+    page.evaluate(WRITE, [{"id": "page-mine", "title": "Mine", "daysAgo": 1, "said": "Mine"}])
+    reload(page)
+    page.locator('#conversations .dot[data-place="anew"]').wait_for()
+    assert page.locator(ROWS).all_inner_texts() == ["Mine"]
+    page.locator(ROWS).click()
+    page.locator("article.mine").wait_for()
+    assert page.locator("#notice").is_hidden()
+
+
+def test_names_go_to_the_server_and_come_from_it(page: Any, server: Served) -> None:
+    send(page, "Hello")
+    session = server.engine.submitted[-1].session_id
+    page.keyboard.press("F2")
+    page.keyboard.type("My greeting")
+    with page.expect_response("**/v1/sessions/*") as answer:
+        page.keyboard.press("Enter")
+    assert answer.value.status == 200
+    assert listed(server)[session]["title"] == "My greeting"
+    httpx.patch(f"{server.url}/v1/sessions/{session}", json={"title": "Elsewhere"})
+    reload(page)
+    page.locator(ROWS).filter(has_text="Elsewhere").wait_for()
+    assert page.title() == "Elsewhere – Reprise"
+
+
+def test_a_dot_says_where_it_lies_and_a_tooltip_until_when(page: Any, server: Served) -> None:
+    for name in ("ready", "disk", "anew"):
+        say(server, f"About {name}", session=name)
+    now = time.time()
+    blocks = {"ready": {"hbm": 2, "disk": 2}, "disk": {"disk": 4, "dram": 1}}
+    for name, where in blocks.items():
+        info = session_info(name, blocks=where, last_used_s=now, expires_s=now + 3600)
+        server.engine.kept["local", name] = info
+    reload(page)
+    for name in ("ready", "disk", "anew"):
+        item = page.locator("#conversations li").filter(has_text=f"About {name}")
+        item.locator(f'.dot[data-place="{name}"]').wait_for()
+    row = page.locator(ROWS).filter(has_text="About disk")
+    assert "On disk: it is fetched before the next answer. Kept until to" in row.get_attribute("title")
+    pin = page.get_by_role("button", name="Pin “About disk”")
+    pin.click()
+    page.get_by_role("button", name="Unpin “About disk”").wait_for()
+    assert row.get_attribute("title").endswith("Pinned: it is kept.")
+    assert server.engine.kept["local", "disk"].pinned
+    assert page.get_by_role("button", name="Pin “About anew”").count() == 0, "there is nothing to pin"
+
+
+def test_a_conversation_with_calls_is_not_opened(page: Any, server: Served) -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    messages = [
+        {"role": "user", "content": "Look"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "blue", "tool_call_id": "c1"},
+    ]
+    body = {"model": "test-model", "messages": messages, "session_id": "agent"}
+    httpx.post(f"{server.url}/v1/chat/completions", json=body).raise_for_status()
+    reload(page)
+    page.locator(ROWS).filter(has_text="Look").click()
+    page.get_by_role("alert").filter(has_text="cannot be opened: It has calls of tools").wait_for()
+    assert send(page, "Hello").locator(".text").inner_text()
+
+
+def test_a_server_without_lists_shows_no_dots(page: Any, server: Served) -> None:
+    page.route("**/v1/sessions?*", lambda route: route.fulfill(status=404, body="{}"))
+    reload(page)
+    send(page, "Hello")
+    page.wait_for_timeout(200)
+    assert page.locator("#conversations .dot").count() == 0
+    assert page.locator("#places").is_hidden()
+    assert page.locator("#notice").is_hidden()
+    page.unroute("**/v1/sessions?*")
+
+
+def test_forks_of_one_conversation_have_names_of_their_own(page: Any, server: Served) -> None:
+    send(page, "One")
+    for name in ("One (fork)", "One (fork 2)", "One (fork 3)"):
+        page.get_by_role("button", name="Fork from here").first.click()
+        wait_until(page, f"document.title === '{name} – Reprise'")
+    with page.expect_response(lambda response: response.request.method == "PATCH"):
+        send(page, "Two")
+    assert listed(server)[server.engine.submitted[-1].session_id]["title"] == "One (fork 3)"
+
+
+def test_what_another_tab_deletes_leaves_the_list_at_once(page: Any, server: Served) -> None:
+    with page.expect_response("**/v1/sessions?titles=true*"):
+        send(page, "One")
+    page.locator('#conversations .dot[data-place="anew"]').wait_for()  # the scripted engine keeps no KV
+    page.get_by_role("button", name="New conversation").click()
+    other = page.context.new_page()
+    other.goto(server.url)
+    other.get_by_role("button", name="Delete “One”").click()
+    other.get_by_role("button", name="Delete", exact=True).click()
+    page.locator(ROWS).wait_for(state="detached")
+    other.close()
+
+
+def test_the_list_is_used_by_keyboard_and_axe_finds_nothing(page: Any, server: Served, axe: str) -> None:
+    for name in ("ready", "anew"):
+        say(server, f"About {name}", session=name)
+    server.engine.kept["local", "ready"] = session_info("ready", pinned=True, last_used_s=time.time(), expires_s=None)
+    reload(page)
+    page.locator('#conversations .dot[data-place="ready"]').wait_for()
+    page.keyboard.press("Control+k")
+    page.keyboard.type("About ready")
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowRight")
+    assert page.evaluate("document.activeElement.title") == "Unpin"
+    page.keyboard.press("ArrowLeft")
+    page.keyboard.press("ArrowLeft")
+    page.evaluate(axe)
+    for width, height in ((1440, 900), (390, 844)):
+        page.set_viewport_size({"width": width, "height": height})
+        if width < 1000:
+            page.get_by_role("button", name="Conversations", exact=True).click()
+        for theme in ("dark", "light"):
+            page.emulate_media(color_scheme=theme)
+            found = page.evaluate(
+                "axe.run().then((result) => result.violations.map((one) => [one.id, one.nodes[0].html]))"
+            )
+            assert found == [], (width, theme)
+    page.keyboard.press("Escape")
+    assert composer(page).is_visible()
+
+
+def test_a_phone_shows_the_models_name(page: Any) -> None:
+    page.set_viewport_size({"width": 390, "height": 844})
+    pill = page.locator("#server")
+    pill.evaluate("(pill) => { pill.textContent = 'SmolLM2-135M-Instruct'; }")
+    assert pill.evaluate("(pill) => pill.scrollHeight <= pill.clientHeight + 1")
+    assert page.evaluate("document.documentElement.scrollWidth") == 390
