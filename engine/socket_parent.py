@@ -4,7 +4,9 @@ import errno
 import os
 import tempfile
 
-MOST_BYTES = 77  # 107 less those of reprise-ranks-XXXXXXXX/engine
+_SOCKET_BYTES = 107
+_LONGEST_NAME = "/reprise-ranks-abcdefgh/engine"  # of a socket, after its parent
+MOST_BYTES = _SOCKET_BYTES - len(_LONGEST_NAME)
 _INSTEAD = "/tmp"
 
 
