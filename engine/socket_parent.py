@@ -5,7 +5,7 @@ import os
 import tempfile
 
 _SOCKET_BYTES = 107
-_LONGEST_NAME = "/reprise-ranks-abcdefgh/engine"  # of a socket, after its parent
+_LONGEST_NAME = "/reprise-ranks-abcdefgh/engine"  # below its parent
 MOST_BYTES = _SOCKET_BYTES - len(_LONGEST_NAME)
 _INSTEAD = "/tmp"
 
