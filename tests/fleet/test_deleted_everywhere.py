@@ -24,8 +24,7 @@ REPLICAS = ("a", "b")
 SAID_WORDS, ANSWER_TOKENS = 120, 60
 READING_S = 1.5  # KV is written in the background meanwhile
 KV_BOOKS = (b"r1:kb", b"r1:kz")  # keys of the Redis for KV that hold none
-# A fleet keeps token ids and digests of messages, not their text: `message` is looked for after the deletion alone.
-FINDABLE = ("answer", "ids", "name")
+FINDABLE = ("answer", "ids", "message", "name")  # the messages are those that `/v1/sessions/{id}/messages` gives back
 
 
 class Talk:
