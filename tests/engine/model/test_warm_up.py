@@ -51,6 +51,33 @@ def test_it_is_one_that_was_measured_and_gives_two_thirds_of_the_best(most, seed
     assert all(rate < 2 / 3 * max(rates.values()) for tokens, rate in rates.items() if tokens < found)
 
 
+class Timed:
+    """A model whose steps take `token_s` for each token, the first one longer, on a clock of its own."""
+
+    def __init__(self, monkeypatch, token_s):
+        self._token_s, self._now_s, self.asked = token_s, 0.0, []
+        monkeypatch.setattr("reprise.engine.model.warm_up.time.perf_counter", lambda: self._now_s)
+
+    def forward(self, batch, arrive):
+        self.asked.append(len(batch.token_ids))
+        self._now_s += 30.0 if len(self.asked) == 1 else self._token_s * self.asked[-1]
+        return torch.zeros(1, 2)
+
+
+def test_long_steps_are_few_and_not_repeated(monkeypatch):
+    model = Timed(monkeypatch, token_s=1.0)
+    steps = WarmUp(runner=model, most_rows=500, page_size=16, device=torch.device("cpu"))
+    assert steps.step_times() == (pytest.approx(0.0), pytest.approx(1.0))
+    assert model.asked == [15, 15, 1, 15, 1]
+
+
+def test_steps_of_a_fast_model_are_timed_twice_and_with_more_rows(monkeypatch):
+    model = Timed(monkeypatch, token_s=0.001)
+    steps = WarmUp(runner=model, most_rows=500, page_size=16, device=torch.device("cpu"))
+    assert steps.step_times() == (pytest.approx(0.0), pytest.approx(0.001))
+    assert model.asked == [15, 15, 128, 1, 128, 128, 1, 1]
+
+
 class Rows:
     """A model whose logits are tokens and positions. From `odd_from` rows a step on, their last bit is another."""
 
