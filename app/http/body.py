@@ -13,10 +13,11 @@ from starlette.requests import ClientDisconnect, Request
 from reprise.app.errors import ApiError, ClientGone, from_validation, invalid
 from reprise.app.http.content_encoding import decoder_of
 from reprise.app.schemas.fields import is_deeper
+from reprise.app.schemas.unknown import unknown_within
 from reprise.app.settings.sections import LimitSettings
 
 MAX_NAMED_FIELDS = 10
-MAX_NAME_CHARS = 40  # shown of a name in the warning header
+MAX_NAME_CHARS = 80  # shown of a name in the warning header
 _JSON_TYPE = re.compile(r"application/(?:[a-z0-9.+-]+\+)?json\s*(?:;|$)", re.IGNORECASE)
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _HIGH, _LOW = rb"u[dD][89abAB][0-9a-fA-F]{2}", rb"u[dD][c-fC-F][0-9a-fA-F]{2}"
@@ -69,7 +70,8 @@ def parse_data(data: bytes, model: type[T]) -> tuple[T, list[str]]:
         parsed = model.model_validate(body)
     except ValidationError as error:
         raise from_validation(error) from None
-    return parsed, lost
+    # After validation, so that an object has the fields that its type says.
+    return parsed, list(dict.fromkeys([*lost, *unknown_within(model, body)]))
 
 
 async def read_body(request: Request, *, max_bytes: int) -> bytes:

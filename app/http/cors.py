@@ -16,5 +16,7 @@ def cors_options(origins: Sequence[str]) -> dict[str, Any]:
         "allow_origins": origins,
         "allow_methods": ["GET", "POST", "PATCH", "DELETE"],
         "allow_headers": ["*"],
+        # Browsers ask for a public page's requests to a private address; the settings have named the page.
+        "allow_private_network": True,
         "expose_headers": EXPOSED_HEADERS,
     }

@@ -18,6 +18,7 @@ from reprise.app.tenancy.keyring import Keyring
 
 OPEN_PATHS = frozenset({"/health", "/v1/health", "/ready", "/", "/docs"})
 OPEN_BELOW = "/page/"  # the page's files, which hold no data; the requests that the page makes need a key
+KEY_HEADERS = ("x-api-key", "api-key")  # that clients of Anthropic's API and of Azure's send
 CLIENT_CLOSED_REQUEST = 499
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._\-]{1,128}")
 
@@ -101,8 +102,9 @@ class Authentication:
                 await _unknown_host().response(scope["path"])(scope, receive, send)
                 return
             authorization = headers.get("authorization")
-            if authorization is None and "x-api-key" in headers:  # sent by Anthropic's clients
-                authorization = f"Bearer {headers['x-api-key']}"
+            if authorization is None:
+                key = next((value for name in KEY_HEADERS if (value := headers.get(name)) is not None), None)
+                authorization = None if key is None else f"Bearer {key}"
             tenant = self._keyring.tenant(authorization)
             if tenant is None:
                 error = ApiError(

@@ -185,7 +185,7 @@ class ChatCompletionRequest(GenerationRequest):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     chat_template_kwargs: TemplateArgs | None = Field(None, description="arguments of the model's chat template")
-    reasoning_effort: Effort | None = Field(
+    reasoning_effort: Effort = Field(
         None,
         description="how much to think: `none` turns thinking off, as does `minimal` where the model's template knows "
         "on and off alone; other values are given to a template that reads them; `chat_template_kwargs` wins",

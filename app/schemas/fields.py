@@ -21,25 +21,22 @@ SESSION_ID_RULE = "1 to 128 letters, digits, '.', '_', ':' or '-', and neither '
 ELSEWHERE = frozenset({"thread", "previous_interaction_id", "previous_message_id", "container"})
 """Fields that name a conversation or a place that another server keeps. A request without it would lose its context."""
 BOUNDS = frozenset(
-    {
-        "response_format",
-        "structured_outputs",
-        "output_config",
-        "output_format",
-        "format",
-        "json_schema",
-        "regex",
-        "ebnf",
-    }
+    {"response_format", "structured_outputs", "output_config", "output_format", "json_schema", "regex", "ebnf"}
     | {"format", "grammar", "guided_choice", "guided_decoding", "guided_grammar", "guided_json", "guided_regex"}
     | {"stop", "stop_sequences", "stop_token_ids", "bad_words", "allowed_token_ids"}
     | {"max_tokens", "max_completion_tokens", "max_output_tokens"}
 )
 """Fields by which APIs and servers bound what an answer may be, and where it ends. A program that sends one relies on
 it, so an endpoint that does not know it refuses the request."""
+FORM_BOUNDS = BOUNDS | {
+    *("additional_properties", "disable_additional_properties", "disable_any_whitespace", "whitespace_pattern"),
+    *("choice", "choices", "enum", "pattern", "structural_tag", "structures", "triggers"),
+}
+"""Fields by which an object that describes the form of an answer says more of this form. Such an object that does not
+know one refuses it."""
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 """The words for how much a model is to think, from the least to the most."""
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+_NO_EFFORT = ("auto", "default")  # words that leave it to the model
 MAX_SCHEMA_BYTES = 65_536
 MAX_SCHEMA_DEPTH = 32
 
@@ -148,6 +145,19 @@ def _session_id(value: str) -> str:
     return value
 
 
+def _effort(value: object) -> object:
+    """Convert the words that leave it to the model how much to think."""
+    return None if value in _NO_EFFORT else value
+
+
+Effort = Annotated[
+    Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None,
+    BeforeValidator(
+        _effort,
+        json_schema_input_type=Literal["none", "minimal", "low", "medium", "high", "xhigh", "max", "auto", "default"]
+        | None,
+    ),
+]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 SessionId = Annotated[str, AfterValidator(_session_id)]
 JsonSchema = Annotated[dict[str, Any], AfterValidator(_json_schema)]
@@ -162,6 +172,7 @@ class Part(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore", allow_inf_nan=False)
     # Fields that clients send with an empty value, but whose other values would change the meaning.
     refused: ClassVar[frozenset[str]] = frozenset()
+    converted: ClassVar[frozenset[str]] = frozenset()  # further names that are read before the fields are
     may_be_marked: ClassVar[bool] = False  # whether `important` may be set in this part
 
     @model_validator(mode="before")

@@ -9,6 +9,7 @@ from reprise.app.schemas.chat import MAX_MESSAGES, TemplateArgs
 from reprise.app.schemas.fields import (
     BOUNDS,
     ELSEWHERE,
+    FORM_BOUNDS,
     MAX_TIMEOUT_S,
     MAX_TTFT_MS,
     Effort,
@@ -120,6 +121,7 @@ class ToolParam(Part):
     type: Literal["custom"] | None = None
     description: str | None = None
     input_schema: ToolSchema
+    strict: bool | None = None
 
 
 class ToolChoiceParam(Part):
@@ -135,13 +137,17 @@ class MessagesMetadata(Part):
 class OutputFormat(Part):
     """The form of the answer. Only its schema says what it is."""
 
+    refused = FORM_BOUNDS
+
     type: Literal["json_schema"]
     schema_: JsonSchema = Field(alias="schema")
 
 
 class OutputConfig(Part):
+    refused = FORM_BOUNDS
+
     format: OutputFormat | None = None
-    effort: Effort | None = None
+    effort: Effort = None
 
 
 class CountTokensRequest(Part):
@@ -175,9 +181,6 @@ class CountTokensRequest(Part):
             # The request holds all of the conversation; only one that continues the thread would lack the rest.
             losses.add("thread", "create")
             body = {**body, "thread": None}
-        if isinstance(config := body.get("output_config"), dict):
-            for name in OutputConfig.ignored(config):
-                losses.add("output_config", name)
         if isinstance(system := body.get("system"), list):
             body = {**body, "system": readable(system, losses, field="system", is_asked=True)}
         if "messages" in body:

@@ -9,6 +9,7 @@ from reprise.app.schemas.chat import MAX_MESSAGES, TemplateArgs
 from reprise.app.schemas.fields import (
     BOUNDS,
     ELSEWHERE,
+    FORM_BOUNDS,
     MAX_TIMEOUT_S,
     MAX_TTFT_MS,
     CacheOptions,
@@ -226,6 +227,8 @@ ResponseTool = Annotated[
 
 
 class TextFormat(Part):
+    refused = FORM_BOUNDS
+
     type: Literal["text", "json_object", "json_schema"]
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_\-]{1,64}$")] | None = None
     description: str | None = Field(None, max_length=16_384)
@@ -240,13 +243,21 @@ class TextFormat(Part):
 
 
 class TextOptions(Part):
+    refused = FORM_BOUNDS
+
     format: TextFormat | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
 class ReasoningOptions(Part):
-    effort: Effort | None = None
+    effort: Effort = None
     summary: Literal["auto", "concise", "detailed", "none"] | None = None
+
+
+class StreamedResponse(Part):
+    """The value of `stream_options`."""
+
+    include_obfuscation: bool | None = None
 
 
 class ConversationRef(Part):
@@ -272,7 +283,7 @@ class ResponseRequest(Part):
     store: bool | None = None
     background: bool | None = None
     stream: bool | None = None
-    stream_options: dict[str, Any] | None = Field(None, max_length=8)
+    stream_options: StreamedResponse | None = None
     max_output_tokens: int | None = Field(None, ge=1, le=1 << 31)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, ge=0, le=1)

@@ -7,6 +7,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from reprise.app.schemas.fields import (
+    FORM_BOUNDS,
     MAX_SCHEMA_DEPTH,
     JsonSchema,
     Part,
@@ -58,6 +59,8 @@ class Function(Part):
 
 class CustomFormat(Part):
     """The form of a custom tool's input: any text, or one that follows a grammar."""
+
+    converted = frozenset({"grammar"})
 
     type: Literal["text", "grammar"]
     syntax: Literal["lark", "regex"] | None = None
@@ -135,6 +138,8 @@ def _as_function_choice(value: object) -> object:
 
 
 class AllowedTool(Part):
+    converted = frozenset({"custom"})
+
     type: Literal["function"]
     function: NamedFunction
 
@@ -151,6 +156,8 @@ class AllowedTools(Part):
 
 class ChosenTools(Part):
     """The value of `tool_choice`. A string stands for an object with only this type."""
+
+    converted = frozenset({"custom"})
 
     type: Literal["none", "auto", "required", "function", "allowed_tools"]
     function: NamedFunction | None = None
@@ -226,6 +233,8 @@ def rendered_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
 
 
 class JsonSchemaFormat(Part):
+    refused = FORM_BOUNDS
+
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_\-]{1,64}$")]
     description: str | None = Field(None, max_length=16_384)
     schema_: JsonSchema | None = Field(None, alias="schema")
@@ -233,8 +242,21 @@ class JsonSchemaFormat(Part):
 
 
 class ResponseFormat(Part):
+    refused = FORM_BOUNDS
+    converted = frozenset({"schema"})
+
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_schema_beside(cls, value: object) -> object:
+        """Take the schema of a JSON object that stands beside its type, as llama.cpp and others have it."""
+        if not isinstance(value, dict) or value.get("schema") is None:
+            return value
+        if value.get("type") != "json_object":
+            raise unsupported("schema", "'schema' beside this type is")
+        return {"type": "json_schema", "json_schema": {"name": "answer", "schema": value["schema"]}}
 
     @model_validator(mode="after")
     def _check_schema(self) -> "ResponseFormat":
@@ -268,6 +290,8 @@ LarkGrammar = Annotated[str, Field(min_length=1, max_length=65_536)]
 
 class StructuredOutputs(Part):
     """vLLM's `structured_outputs`: exactly one of these fields."""
+
+    refused = FORM_BOUNDS
 
     json_: GivenSchema = Field(None, alias="json")
     json_object: bool | None = None

@@ -7,7 +7,10 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
-from reprise.app.schemas.tools import rendered_call
+from pydantic_core import from_json
+
+from reprise.app.schemas.fields import is_deeper, is_finite
+from reprise.app.schemas.tools import MAX_ARGUMENT_LEVELS, rendered_call
 from reprise.app.text.answer_parser import AnswerParser
 from reprise.app.text.answer_parts import SHORT_ID_CHARS, AnswerWriter, Call, Wanted
 from reprise.app.text.families.detect import (
@@ -129,7 +132,8 @@ class AnswerForm:
     def _as_taken(self, messages: list[Message]) -> list[Message]:
         """Return the messages in the form in which the template takes calls, their results and thoughts."""
         found = self.found
-        takes_calls = found.shows_calls and found.shows_results and found.takes_objects and not found.short_ids
+        takes_arguments = found.takes_objects and found.takes_texts
+        takes_calls = found.shows_calls and found.shows_results and takes_arguments and not found.short_ids
         takes_thoughts = found.thought_field in ("", _THOUGHT) and found.thinks_beside_text
 
         def is_taken(message: Message) -> bool:
@@ -157,8 +161,11 @@ class AnswerForm:
 
     def _call_taken(self, call: dict[str, Any]) -> dict[str, Any]:
         function = call["function"]
-        if not self.found.takes_objects and not isinstance(function["arguments"], str):
-            function = {**function, "arguments": json_text(function["arguments"])}
+        arguments = function["arguments"]
+        if isinstance(arguments, str) and not self.found.takes_texts:
+            function = {**function, "arguments": _as_object(arguments)}
+        elif not isinstance(arguments, str) and not self.found.takes_objects:
+            function = {**function, "arguments": json_text(arguments)}
         return {**call, "id": _short_id(call["id"]) if self.found.short_ids else call["id"], "function": function}
 
     def _as_text(self, message: Message) -> Message:
@@ -173,6 +180,22 @@ class AnswerForm:
     def in_thought(self, prompt: str) -> bool:
         """Return whether the end of a prompt has opened a thought."""
         return self.found.thoughts is not None and self.found.thoughts.opens(prompt)
+
+    def closing(self, prompt: str) -> str:
+        """Return the text that ends the thought which the end of a prompt has opened, and leaves it empty; nothing if
+        it has opened none."""
+        if self.found.thoughts is None or not self.in_thought(prompt):
+            return ""
+        newline = "\n" if prompt.endswith("\n") else ""
+        return f"{newline}{self.found.thoughts.close}\n\n"
+
+    def ends_thought(self, grammar: str) -> bool:
+        """Return whether a grammar is one of an answer with its thought, since it mentions the mark that ends it."""
+        if self.found.thoughts is None:
+            return False
+        plain, close = grammar.replace("\\", ""), self.found.thoughts.close
+        token_id = self.special_ids.get(close)
+        return close in plain or (token_id is not None and f"<[{token_id}]>" in plain)
 
     def parser(self, wanted: Wanted, *, in_thought: bool) -> AnswerWriter:
         """Return a parser of one answer. in_thought: whether the prompt has opened a thought."""
@@ -202,8 +225,19 @@ NO_FORM = AnswerForm(found=Found(), special_ids={})
 
 
 def _as_object(arguments: object) -> dict[str, Any]:
-    """Return a call's arguments as an object; text that is none stands in one."""
-    return arguments if isinstance(arguments, dict) else {"arguments": arguments}
+    """Return a call's arguments as an object. Of a text whose end was cut off it has what came before; another text
+    stands in one."""
+    if isinstance(arguments, dict):
+        return arguments
+    text = str(arguments)
+    try:
+        begun = from_json(text, allow_inf_nan=False, allow_partial="trailing-strings")
+    except ValueError:
+        begun = text
+    if begun is None:
+        return {}
+    is_taken = isinstance(begun, dict) and is_finite(begun) and not is_deeper(begun, MAX_ARGUMENT_LEVELS)
+    return begun if is_taken else {"arguments": text}
 
 
 def _short_id(call_id: str) -> str:

@@ -75,10 +75,21 @@ def _compiled(lark: str | None, param: str, *, hide_place: bool) -> tuple[str, s
     grammar = None if lark is None else LLMatcher.grammar_from_lark(lark)
     if grammar is None or len(grammar) > MAX_GRAMMAR_BYTES:
         raise invalid(f"Invalid '{param}': the schemas are too large together.", param, "invalid_schema")
-    is_bad, problems = LLMatcher.validate_grammar_with_warnings(grammar, limits=_LIMITS)
+    is_bad, problems = _judged(grammar)
     if not is_bad:
         return str(grammar), ""
-    return str(grammar), _shown(str(problems[0]), hide_place=hide_place) if problems else "it is not understood"
+    return str(grammar), _shown(problems[0], hide_place=hide_place) if problems else "it is not understood"
+
+
+def _judged(grammar: str) -> tuple[bool, list[str]]:
+    """Return whether a grammar is wrong, and what llguidance says of it."""
+    try:
+        is_bad, problems = LLMatcher.validate_grammar_with_warnings(grammar, limits=_LIMITS)
+    except Exception:
+        raise
+    except BaseException:  # a panic of the library, such as one that cuts a message inside of a character
+        return True, ["it is not understood"]
+    return is_bad, [str(problem) for problem in problems]
 
 
 def _is_lenient_anywhere(request: ChatCompletionRequest) -> bool:
@@ -89,7 +100,7 @@ def _is_lenient_anywhere(request: ChatCompletionRequest) -> bool:
 
 def _can_be_enforced(schema: dict[str, Any]) -> bool:
     grammar = LLMatcher.grammar_from_json_schema(json.dumps({**schema, "x-guidance": {"lenient": True}}))
-    is_bad, _ = LLMatcher.validate_grammar_with_warnings(grammar, limits=_LIMITS)
+    is_bad, _ = _judged(grammar)
     return not is_bad
 
 
@@ -108,9 +119,9 @@ def _check_format(name: str, given: CustomFormat) -> None:
         raise invalid(f"Invalid 'tools': {of_tool} has more than {MAX_RULES} rules.", "tools", "invalid_schema")
     is_regex = given.syntax == "regex"
     read = LLMatcher.grammar_from_regex if is_regex else LLMatcher.grammar_from_lark
-    is_bad, problems = LLMatcher.validate_grammar_with_warnings(read(definition), limits=_LIMITS)
+    is_bad, problems = _judged(read(definition))
     if is_bad:
-        problem = _shown(str(problems[0]), hide_place=is_regex) if problems else "it is not understood"
+        problem = _shown(problems[0], hide_place=is_regex) if problems else "it is not understood"
         raise invalid(f"Invalid 'tools': {of_tool}: {problem}.", "tools", "invalid_schema")
 
 

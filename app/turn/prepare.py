@@ -168,17 +168,22 @@ async def prepare_chat(
             numbers=_numbers(places[added:], len(messages)),
         )
     prefix = request.messages[-1].content if request.continue_final_message else ""
-    prefix_ids = tokenizer.encode_plain(prefix, follows=True) if prefix else []
     wanted = _wanted(request, _callable_tools(request), parallel=request.parallel_tool_calls is not False)
-    # The template may open a thought at the beginning of the answer.
-    in_thought = form.in_thought(tokenizer.decode(prompt.token_ids[-TAIL_TOKENS:], skip_special_tokens=False))
+    # The template may open a thought at the beginning of the answer. What has a given form, or is begun, is no thought.
+    end_of_prompt = tokenizer.decode(prompt.token_ids[-TAIL_TOKENS:], skip_special_tokens=False)
+    is_given = bool(prefix) or (bool(grammar) and not form.ends_thought(grammar))
+    closing = form.closing(end_of_prompt) if is_given else ""
+    closing_ids = tokenizer.encode_continuation(closing) if closing else []
+    in_thought = not closing and form.in_thought(end_of_prompt)
+    prefix_ids = closing_ids + (tokenizer.encode_plain(prefix, follows=True) if prefix else [])
+    begun = _text_of(tokenizer, closing_ids) + prefix
 
     def record(choice: Answer) -> None:
         transcripts.record(
             prompt,
             answer=form.answer(prefix + choice.content, choice.reasoning, choice.calls),
             token_ids=[*prefix_ids, *choice.token_ids],
-            text=prefix + choice.text,
+            text=begun + choice.text,
             text_ends=_text_ends(tokenizer, prefix_ids, choice),
             now=time.time(),
             messages=_said(request, kept, prefix, choice),
@@ -334,6 +339,12 @@ def _callable_tools(request: ChatCompletionRequest) -> dict[str, dict[str, Any]]
     chosen = request.tool_choice.names if request.tool_choice is not None else None
     functions = {tool.function.name: tool.function.parameters or {} for tool in request.tools}
     return {name: functions[name] for name in chosen or functions}
+
+
+def _text_of(tokenizer: ChatTokenizer, token_ids: list[int]) -> str:
+    """Return the text of tokens at the beginning of an answer, without special ones."""
+    detokenizer = tokenizer.detokenizer()
+    return "".join([*(detokenizer.push(token_id) for token_id in token_ids), detokenizer.flush()])
 
 
 def _text_ends(tokenizer: ChatTokenizer, prefix_ids: list[int], choice: Answer) -> list[int]:

@@ -15,6 +15,7 @@ from torch import nn
 from reprise.cache.blocks.keys import BLOCK_TOKENS
 from reprise.cache.storage.throttle import Throttle
 from reprise.engine.build.codec import choose_codec, coded_fingerprint, selected_fingerprint
+from reprise.engine.build.end_tokens import further_end_ids
 from reprise.engine.build.page_dtype import ChosenPages, choose_pages, paged_fingerprint
 from reprise.engine.build.resources import memory
 from reprise.engine.build.weights import (
@@ -99,12 +100,15 @@ class LoadedModel:
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """The token ids that end a text, from generation_config or else from the config, of a wrapper that of its
-        text."""
-        for holder in (getattr(self.module, "generation_config", None), self.module.config, self.text):
-            value = getattr(holder, "eos_token_id", None)
-            if value is not None:
-                return tuple(value) if isinstance(value, (list, tuple)) else (value,)
-        return ()
+        text; and those by which tokenizer and chat template end a turn."""
+        holders = (getattr(self.module, "generation_config", None), self.module.config, self.text)
+        values = (getattr(holder, "eos_token_id", None) for holder in holders)
+        value = next((value for value in values if value is not None), ())
+        configured = tuple(value) if isinstance(value, (list, tuple)) else (value,)
+        further = further_end_ids(self.path, vocab_size=self.text.vocab_size)
+        if added := set(further).difference(configured):
+            log.info("answers end at the tokens %s too, by which this model ends a turn", sorted(added))
+        return tuple(dict.fromkeys((*configured, *further)))
 
     @property
     def media_token_ids(self) -> tuple[int, ...]:

@@ -11,17 +11,26 @@ import torch
 
 log = logging.getLogger(__name__)
 
+_NOWHERE_TO_KEEP = (
+    "compiling kernels for this machine, as at every start: neither the installed files nor the user's cache directory"
+    " can be written, so they cannot be kept. Set NUMBA_CACHE_DIR to a directory that can"
+)
+
 
 @functools.cache
 def announce_compiling() -> None:
-    """Log a message when numba compiles a function that is not in its cache, which takes half a minute."""
+    """Log a message when numba compiles a function that is not in its cache, which takes half a minute, or minutes on a
+    busy machine. Without a directory for the cache it does so at every start."""
     from numba.core import event
 
     class Announcer(event.Listener):
         def on_start(self, event: object) -> None:
             if not said:
                 said.append(True)
-                log.info("compiling kernels for this machine, once")
+                if importlib.import_module("reprise.kernels.cpu.emit").keeps_compiled():
+                    log.info("compiling kernels for this machine, once")
+                else:
+                    log.warning(_NOWHERE_TO_KEEP)
 
         def on_end(self, event: object) -> None:
             pass

@@ -284,6 +284,17 @@ def keep_compiled(made: Any) -> None:
         made._cache = NullCache()
 
 
+def keeps_compiled() -> bool:
+    """Return whether there is a directory in which numba can keep compiled functions."""
+    made: Any = njit(_nothing)
+    keep_compiled(made)
+    return not isinstance(made._cache, NullCache)
+
+
+def _nothing() -> None:
+    """Do nothing; a function that is never compiled."""
+
+
 def compiled(**options: Any) -> Callable[[Callable[..., Any]], Any]:
     """Decorate a function so that numba compiles it when it is first called with arguments of some types. options: of
     numba's njit."""

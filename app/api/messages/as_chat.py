@@ -40,7 +40,12 @@ def chat_request(request: CountTokensRequest, seal: ThoughtSeal, losses: Losses)
         body["tools"] = [
             {
                 "type": "function",
-                "function": {"name": tool.name, "description": tool.description, "parameters": tool.input_schema},
+                "function": {
+                    "name": tool.name,
+                    "description": tool.description,
+                    "parameters": tool.input_schema,
+                    "strict": tool.strict,
+                },
             }
             for tool in request.tools
         ]

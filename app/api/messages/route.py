@@ -28,7 +28,7 @@ router = APIRouter()
     ),
 )
 async def create_message(request: Request) -> Response:
-    """`usage` counts cached tokens apart, as Anthropic does. The key may come as `x-api-key`."""
+    """`usage` counts cached tokens apart, as Anthropic does. The key may come as `x-api-key` or `api-key`."""
     body, headers = await body_of(request, MessagesRequest)
     seal, losses = seal_of(request), Losses()
     generation = await service_of(request).generate(chat_request(body, seal, losses), caller_of(request))

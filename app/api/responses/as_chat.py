@@ -79,7 +79,9 @@ def chat_request(request: ResponseRequest, items: list[Item]) -> ChatCompletionR
         body["tool_choice"] = _tool_choice(request.tool_choice)
     if request.text is not None and (form := request.text.format) is not None:
         body["response_format"] = {"type": form.type}
-        if form.type == "json_schema":
+        if form.type == "json_object" and form.schema_ is not None:
+            body["response_format"]["schema"] = form.schema_
+        elif form.type == "json_schema":
             given = {"name": form.name, "schema": form.schema_, "strict": form.strict}
             body["response_format"]["json_schema"] = given
     if request.reasoning is not None and request.reasoning.effort is not None:

@@ -22,7 +22,7 @@ from reprise.app.api.responses.as_chat import (
 )
 from reprise.app.api.thought_seal import ThoughtSeal
 from reprise.app.conversations.redis_store import RedisStore
-from reprise.app.conversations.response_store import NotStored, ResponseStore, TooLong
+from reprise.app.conversations.response_store import MAX_CHAIN, NotStored, ResponseStore, TooLong
 from reprise.app.errors import ApiError, invalid
 from reprise.app.http.event_stream import PING, event
 from reprise.app.schemas.past.parts import Losses
@@ -214,12 +214,27 @@ class Responses:
                 return await self.store.items(tenant, request.conversation.id)
         except NotStored:
             if previous is not None:
-                message = f"Previous response with id '{previous}' not found."
+                lost = await self.lost_of(tenant, previous)
+                message = f"Previous response with id '{lost}' not found."
+                if lost != previous:
+                    message += f" '{previous}' goes on from it, and does not hold what was said before."
                 raise ApiError(400, message, code="previous_response_not_found", param="previous_response_id") from None
             raise not_found("conversation", request.conversation.id if request.conversation else "") from None
         except TooLong:
             raise invalid("The conversation has more items than this server keeps; begin a new one.", "input") from None
         return []
+
+    async def lost_of(self, tenant: str, response_id: str) -> str:
+        """Return the id of the response that is not stored, of one and those that it goes on from: one that was deleted
+        takes along what all later ones go on from."""
+        name = response_id
+        with contextlib.suppress(NotStored):
+            for _ in range(MAX_CHAIN):
+                previous = (await self.store.get(tenant, name)).get("previous_response_id")
+                if not isinstance(previous, str):
+                    return response_id
+                name = previous
+        return name
 
     async def remember(self, turn: ResponseTurn) -> None:
         """Store the response. With a full disk or an unreachable Redis, only the stored copy is lost, not the

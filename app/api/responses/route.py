@@ -94,11 +94,11 @@ async def cancel_response(request: Request, response_id: str) -> dict[str, Any]:
     **described("List a response's input items", answers.ItemList, query=ItemPage),
 )
 async def list_input_items(request: Request, response_id: str) -> dict[str, Any]:
-    page = page_of(request)
+    page, responses, tenant = page_of(request), responses_of(request), request.state.tenant
     try:
-        items = await responses_of(request).store.input_items(request.state.tenant, response_id)
+        items = await responses.store.input_items(tenant, response_id)
     except NotStored:
-        raise not_found("response", response_id) from None
+        raise not_found("response", await responses.lost_of(tenant, response_id)) from None
     return listed(items, page)
 
 

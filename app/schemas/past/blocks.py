@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from reprise.app.schemas.past.parts import Losses, as_json, asked_at, content_of, readable, short_id
+from reprise.app.schemas.past.parts import Losses, as_json, asked_at, content_of, line, readable, short_id
 
 Block = dict[str, Any]
 _TAKEN = {
@@ -10,6 +10,8 @@ _TAKEN = {
     "assistant": frozenset({"text", "thinking", "redacted_thinking", "tool_use", "tool_result"}),
 }
 """Maps a role to the blocks that the schema judges itself."""
+_MISPLACED = {"user": "tool_use", "assistant": "tool_result"}
+"""Maps a role to the block that its messages cannot have. In the history it becomes a text."""
 _TEXTS = ("text", "input_text", "output_text")
 
 
@@ -30,10 +32,14 @@ def _message(message: object, losses: Losses, *, is_asked: bool) -> object:
     if not isinstance(content, list):
         return {**message, "content": content_of(content, losses, field="messages", is_asked=is_asked)}
     taken = _TAKEN.get(role, frozenset({"text"})) if isinstance(role, str) else frozenset({"text"})
+    misplaced = _MISPLACED.get(role, "") if isinstance(role, str) and not is_asked else ""
     settled: list[object] = []
     for place, block in enumerate(content):
         kind = block.get("type") if isinstance(block, dict) else None
-        if kind == "tool_result":
+        kind = kind if isinstance(kind, str) else None
+        if misplaced and kind == misplaced:
+            settled.append({"type": "text", "text": _told(block, losses)})
+        elif kind == "tool_result":
             settled.append(_result(block, losses))
         elif kind == "thinking":
             settled.append(_thought(block))
@@ -49,6 +55,15 @@ def _message(message: object, losses: Losses, *, is_asked: bool) -> object:
             is_apart = role == "assistant" and kind is not None and kind not in _TEXTS
             settled += _apart(found, place, len(content)) if is_apart else found
     return {**message, "content": settled}
+
+
+def _told(block: Block, losses: Losses) -> str:
+    """Return one line about a call, or a result, that stands in a message of the wrong role."""
+    if block["type"] == "tool_use":
+        return line(str(block.get("name")), block.get("input"))
+    content = readable(block.get("content"), losses, field="messages", is_asked=False)
+    texts = [part["text"] for part in content] if isinstance(content, list) else [content]
+    return line("result", "\n".join(text if isinstance(text, str) else as_json(text) for text in texts))
 
 
 def _apart(found: list[Any], place: int, count: int) -> list[Any]:
@@ -74,7 +89,7 @@ def _call(block: Block) -> Block:
     given = block.get("input")
     if not isinstance(given, dict):
         given = {} if given is None else {"input": given}
-    return {**block, "id": short_id(block.get("id")), "input": given}
+    return {**block, **_with_id(block, "id"), "input": given}
 
 
 def _result(block: Block, losses: Losses) -> Block:
@@ -82,4 +97,8 @@ def _result(block: Block, losses: Losses) -> Block:
     content = readable(block.get("content"), losses, field="messages", is_asked=False)
     if not isinstance(content, str | list | None):
         content = as_json(content)
-    return {**block, "tool_use_id": short_id(block.get("tool_use_id")), "content": content}
+    return {**block, **_with_id(block, "tool_use_id"), "content": content}
+
+
+def _with_id(block: Block, name: str) -> Block:
+    return {name: short_id(block[name])} if name in block else {}

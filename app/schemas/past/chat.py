@@ -7,6 +7,7 @@ from reprise.app.schemas.past.parts import Losses, as_arguments, as_json, asked_
 
 Message = dict[str, Any]
 _PLAIN = frozenset({"role", "content"})
+_OF_ANSWERS = ("tool_calls", "refusal", "audio", "function_call")
 
 
 def chat_messages(messages: object, losses: Losses) -> object:
@@ -29,12 +30,28 @@ def chat_messages(messages: object, losses: Losses) -> object:
         elif message.get("role") == "tool":
             settled.append(_result(message, losses))
         else:
-            settled.append(_with_content(message, losses, is_asked=place == asked))
+            settled.append(_question(message, losses, is_asked=place == asked))
     return settled
 
 
 def _is_plain(message: object) -> bool:
     return isinstance(message, dict) and message.keys() == _PLAIN and isinstance(message["content"], str)
+
+
+def _question(message: Message, losses: Losses, *, is_asked: bool) -> Message:
+    """Return a message of a user or the system. In the history it loses what only answers and results can have."""
+    if not is_asked:
+        message = _without_answer(message, losses, "tool_call_id")
+    return _with_content(message, losses, is_asked=is_asked)
+
+
+def _without_answer(message: Message, losses: Losses, *more: str) -> Message:
+    """Return a copy of a message without the fields that only answers can have, and `more`."""
+    names = {*_OF_ANSWERS, *more}
+    for name in _OF_ANSWERS + more:
+        if message.get(name) is not None:
+            losses.add("messages", name)
+    return {name: value for name, value in message.items() if name not in names}
 
 
 def _with_content(message: Message, losses: Losses, *, is_asked: bool = False) -> Message:
@@ -47,7 +64,9 @@ def _with_content(message: Message, losses: Losses, *, is_asked: bool = False) -
 
 def _result(message: Message, losses: Losses) -> Message:
     """Return a tool's result. A tool that returned nothing has an empty one."""
-    result = {**message, "tool_call_id": short_id(message.get("tool_call_id"))}
+    result = _without_answer(message, losses)
+    if message.get("tool_call_id") is not None:
+        result["tool_call_id"] = short_id(message["tool_call_id"])
     if not isinstance(message.get("content"), str | list | None):
         result["content"] = as_json(message["content"])
     return _with_content(result, losses)
@@ -110,8 +129,8 @@ def _call(call: object, made_up_id: str) -> Message | None:
         return None
     if not isinstance(function.get("name"), str):
         return None
-    call_id = call["id"] if isinstance(call.get("id"), str) else made_up_id
-    return {"id": short_id(call_id), "type": "function", "function": function}
+    call_id = made_up_id if call.get("id") is None else short_id(call["id"])
+    return {"id": call_id, "type": "function", "function": function}
 
 
 def custom_call(custom: dict[str, Any]) -> dict[str, Any]:

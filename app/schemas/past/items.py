@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from reprise.app.schemas.past.parts import (
+    MAX_ID_CHARS,
     Losses,
     as_arguments,
     as_json,
@@ -71,25 +72,32 @@ def _referenced(item: object) -> object:
 
 def _taken(item: Item, kind: str, losses: Losses, *, is_asked: bool) -> Item:
     """Return an item of a type that the schema knows, with all of its content as text."""
+    name = item.get("id")
+    if kind != "item_reference" and (not isinstance(name, str | None) or len(name or "") > MAX_ID_CHARS):
+        item = {field: value for field, value in item.items() if field != "id"}
     if kind == "message":
         content = content_of(item.get("content"), losses, field="input", is_asked=is_asked)
         return {**item, "content": "" if content is None and not is_asked else content}
     if kind == "function_call":
-        return {**item, "call_id": short_id(item.get("call_id")), "arguments": as_arguments(item.get("arguments"))}
+        return {**item, **_with_id(item), "arguments": as_arguments(item.get("arguments"))}
     if kind == "custom_tool_call":
         given = item.get("input")
         text = given if isinstance(given, str) else "" if given is None else as_json(given)
-        return {**item, "call_id": short_id(item.get("call_id")), "input": text}
+        return {**item, **_with_id(item), "input": text}
     if kind in ("function_call_output", "custom_tool_call_output"):
         output = readable(item.get("output"), losses, field="input", is_asked=False)
         if not isinstance(output, str | list):
             output = "" if output is None else as_json(output)
-        return {**item, "call_id": short_id(item.get("call_id")), "output": output}
+        return {**item, **_with_id(item), "output": output}
     if kind == "reasoning":
         thoughts = {name: _thought(item, name, losses) for name in ("content", "summary")}
         sealed = item.get("encrypted_content")
         return {**item, **thoughts, "encrypted_content": sealed if isinstance(sealed, str) else None}
     return item
+
+
+def _with_id(item: Item) -> Item:
+    return {"call_id": short_id(item["call_id"])} if "call_id" in item else {}
 
 
 def _thought(item: Item, name: str, losses: Losses) -> object:

@@ -18,6 +18,7 @@ from typing import Any
 Part = dict[str, Any]
 
 MAX_ID_CHARS = 256  # longest id of a call
+NO_ID = "unknown"
 MAX_LINE_CHARS = 2000  # longest line that stands for a part without text
 TEXT_KINDS = frozenset({"text", "input_text", "output_text", "summary_text", "reasoning_text"})
 _MEDIA = {
@@ -60,9 +61,14 @@ def as_arguments(value: object) -> str:
     return value if isinstance(value, str) else as_json(value)
 
 
-def short_id(call_id: object) -> object:
-    """Return the id of a call. One that is too long is cut and ends in its hash, alike in the call and its result."""
-    if not isinstance(call_id, str) or len(call_id) <= MAX_ID_CHARS:
+def short_id(call_id: object) -> str:
+    """Return the id of a call, alike in the call and its result. One that is too long is cut and ends in its hash; one
+    that is no text becomes its JSON, and one that is missing a word."""
+    if call_id is None or call_id == "":
+        return NO_ID
+    if not isinstance(call_id, str):
+        call_id = as_json(call_id)
+    if len(call_id) <= MAX_ID_CHARS:
         return call_id
     digest = hashlib.sha256(call_id.encode("utf-8", "surrogatepass")).hexdigest()
     return call_id[: MAX_ID_CHARS - len(digest)] + digest

@@ -18,6 +18,7 @@ from reprise.app.text.thinking_switch import NO_SWITCH, ThinkingSwitch, switch_o
 AUTO, NONE = "auto", "none"
 THOUGHT_FIELDS = ("reasoning_content", "thinking", "reasoning")
 _NAME, _PLACE, _RESULT, _THOUGHT = "probe_forecast", "Probeville", "probe result", "probe thought"
+_KEY = "probe_place"  # an argument of the probe's call
 _SHORT_ID, _LONG_ID = "probe0001", "call_0123456789abcdef01234567"
 _TOOLS: Tools = [
     {
@@ -25,7 +26,7 @@ _TOOLS: Tools = [
         "function": {
             "name": _NAME,
             "description": "Probe.",
-            "parameters": {"type": "object", "properties": {"probe_place": {"type": "string"}}, "required": []},
+            "parameters": {"type": "object", "properties": {_KEY: {"type": "string"}}, "required": []},
         },
     }
 ]
@@ -46,6 +47,7 @@ class Found:
     calls_in_history: Outcome = Outcome.KEPT  # what becomes of earlier calls
     results_in_history: Outcome = Outcome.KEPT  # what becomes of their results
     takes_objects: bool = True  # it renders arguments that are objects; otherwise only their JSON
+    takes_texts: bool = True  # it renders arguments that are a text, such as the JSON of a call that was cut
     short_ids: bool = False  # it refuses ids of calls that are not of 9 letters and digits
     thought_field: str = ""  # the field in which it looks for the thought of an earlier answer; empty: it shows none
     thinks_beside_text: bool = True  # it shows a thought beside a call and a text
@@ -134,16 +136,18 @@ def _with_calls(found: Found, probe: Probe, tools: Tools | None) -> tuple[Found,
     for as_given in (True, False):
         for takes_objects in (True, False):
             for call_id in (_LONG_ID, _SHORT_ID):
-                arguments = {"probe_place": _PLACE} if takes_objects else json.dumps({"probe_place": _PLACE})
+                arguments = {_KEY: _PLACE} if takes_objects else json.dumps({_KEY: _PLACE})
                 history = _history(call_id, arguments)
                 if not as_given:
                     history[-1] = as_users_result(history[-1])
                 text = probe.text(history, tools)
-                is_python = "{'probe_place'" in text  # an object where JSON was expected
+                is_python = f"{{'{_KEY}'" in text  # an object where JSON was expected
                 if text and not is_python:
+                    cut = _history(call_id, json.dumps({_KEY: _PLACE})[:-2])
                     changes = replace(
                         found,
                         takes_objects=takes_objects,
+                        takes_texts=not takes_objects or _PLACE in probe.text(cut[:2], tools),
                         short_ids=call_id == _SHORT_ID,
                         calls_in_history=Outcome.KEPT if _PLACE in text else Outcome.LOST,
                         results_in_history=_outcome_of_result(text) if as_given else Outcome.REFUSED,

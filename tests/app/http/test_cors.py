@@ -46,6 +46,26 @@ async def test_a_page_that_is_named_may_and_others_may_not(engine: FakeEngine, t
         assert "access-control-allow-origin" not in other.headers
 
 
+async def test_a_public_page_that_is_named_may_ask_a_private_address(engine: FakeEngine, tmp_path):
+    """Chrome asks before a public page's request to a private address."""
+    asks = {"access-control-request-method": "POST", "access-control-request-private-network": "true"}
+    path, allowed = "/v1/chat/completions", "access-control-allow-private-network"
+    settings = make_settings(tmp_path, server={"cors_origins": (PAGE,), "api_keys": (KEY,)})
+    async with in_process(engine, settings) as running:
+        named = await running.http.options(path, headers={"origin": PAGE, **asks})
+        assert (named.status_code, named.headers[allowed]) == (200, "true")
+        other = await running.http.options(path, headers={"origin": OTHER, **asks})
+        assert (other.status_code, "access-control-allow-origin" in other.headers) == (400, False)
+        plain = await preflight(running, PAGE)
+        assert allowed not in plain.headers
+
+
+async def test_without_named_pages_no_page_may_ask_a_private_address(running: Running):
+    asks = {"access-control-request-method": "POST", "access-control-request-private-network": "true"}
+    answer = await running.http.options("/v1/chat/completions", headers={"origin": PAGE, **asks})
+    assert not [name for name in answer.headers if name.startswith("access-control")]
+
+
 @pytest.mark.parametrize("origins", ["*", f"{PAGE},*", "chat.example.org", f"{PAGE}/", "https://a b"])
 def test_what_would_let_everybody_in_or_nobody_is_refused(origins: str):
     with pytest.raises(SettingsError, match=r"server\.cors_origins"):

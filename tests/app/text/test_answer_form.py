@@ -118,3 +118,39 @@ def test_thoughts_stand_where_the_template_looks_for_them(found, given, shown):
 def test_results_that_a_template_does_not_take_are_given_as_a_users():
     messages, _ = form(knows_tools=True, results_in_history=Outcome.REFUSED).prompt(ASKED, TOOLS)
     assert messages[1:] == [CALLING, {"role": "user", "content": "<tool_response>\n3\n</tool_response>"}]
+
+
+def test_a_thought_that_the_prompt_opens_is_closed():
+    for prompt, closing in (
+        ("<think>\n", "\n</think>\n\n"),
+        ("<think>", "</think>\n\n"),
+        ("<think>\n\n</think>\n\n", ""),
+    ):
+        assert NO_FORM.closing(f"Who?{prompt}") == closing
+    none = AnswerForm(found=Found(thoughts=None), special_ids={})
+    assert none.closing("<think>\n") == ""
+
+
+def test_a_grammar_that_ends_a_thought_has_one():
+    special = AnswerForm(found=Found(), special_ids={"</think>": 7})
+    assert special.ends_thought('start: "hm" <[7]> "yes"')
+    assert special.ends_thought(r"start: /[a-z]*<\/think>yes/")
+    assert not special.ends_thought('start: "hm" <[8]>')
+    assert not NO_FORM.ends_thought('start: "hm" <[None]>')
+    assert not AnswerForm(found=Found(thoughts=None), special_ids={}).ends_thought("</think>")
+
+
+def test_arguments_that_are_no_object_become_one_where_the_template_wants_it():
+    form = AnswerForm(found=Found(knows_tools=True, takes_texts=False), special_ids={})
+    for given, taken in (
+        ('{"a": 1, "b": "x', {"a": 1, "b": "x"}),
+        ('{"a": [1, {"b": 2', {"a": [1, {"b": 2}]}),
+        ("null", {}),
+        ("[1]", {"arguments": "[1]"}),
+        ("{]", {"arguments": "{]"}),
+        ('{"a": 1e999', {"arguments": '{"a": 1e999'}),
+        ("", {"arguments": ""}),
+    ):
+        call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": given}}
+        (message,), _ = form.prompt([{"role": "assistant", "content": "", "tool_calls": [call]}], None)
+        assert message["tool_calls"][0]["function"]["arguments"] == taken

@@ -477,3 +477,15 @@ async def test_long_chains_of_references_and_rules_are_refused_before_they_overf
     rules = "\n".join(["start: r0", *(f'r{n}: "a" r{n + 1}' for n in range(3500)), 'r3500: "b"'])
     with pytest.raises(ApiError, match="more than 1024 rules"):
         await grammar_of(request(guided_grammar=rules), NO_FORM)
+
+
+@pytest.mark.parametrize("place", range(4))
+async def test_a_panic_of_the_library_is_a_problem_of_the_schema(place: int):
+    """It cuts what it quotes after 100 bytes, also inside of a character. That is no Exception, so it passed all
+    handlers."""
+    odd = {"type": "object", "required": {"a": "x" * place + "🎉" * 40}}
+    with pytest.raises(ApiError) as error:
+        await grammar_of(request(**schema(odd, strict=True)), NO_FORM)
+    assert (error.value.status, error.value.param) == (400, "response_format")
+    lenient = tool(type="object", properties={"b": {"type": "integer"}}, required=odd["required"])
+    assert await grammar_of(request(tools=lenient, tool_choice="required"), NO_FORM)

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
+from reprise.engine.build.end_tokens import further_end_ids
 from reprise.engine.gguf import convert as convert_module
 from reprise.engine.gguf import foreign
 from reprise.engine.gguf.convert import convert
@@ -187,3 +188,11 @@ def test_a_real_file_is_read_as_transformers_reads_it(tmp_path):
     made = [Tokenizer.from_file(str(tmp_path / name / "tokenizer.json")) for name in ("ours", "theirs")]
     text = Path(__file__).read_text(encoding="utf-8")
     assert made[0].encode(text).ids == made[1].encode(text).ids
+
+
+@pytest.mark.parametrize("eos", [0, None])
+def test_a_turn_ends_where_the_template_says_whatever_end_the_file_names(tmp_path, eos):
+    changes = {"tokenizer.ggml.eos_token_id": eos, "tokenizer.ggml.padding_token_id": 0}
+    convert(gguf_files.write(tmp_path / "a.gguf", gguf_files.random_llama(), changes=changes), tmp_path / "out")
+    assert gguf_files.TOKENS[2] == "<|im_end|>"
+    assert 2 in further_end_ids(tmp_path / "out", vocab_size=len(gguf_files.TOKENS))

@@ -25,6 +25,28 @@ def test_compiling_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     assert caplog.messages == ["compiling kernels for this machine, once"]
 
 
+def test_compiling_at_every_start_is_said_with_what_to_set(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    njit = pytest.importorskip("numba").njit
+    caching = pytest.importorskip("numba.core.caching")
+    caplog.set_level(logging.INFO, "reprise.kernels.cpu.available")
+    # No directory can be written, neither the installed files' nor the user's.
+    monkeypatch.setattr(caching._CacheLocator, "ensure_cache_path", _refuse)
+    announce_compiling.__wrapped__()
+    caplog.clear()
+    for number in (4, 5):
+        assert njit(lambda x, number=number: x + number)(1) == 1 + number
+    said = [message for message in caplog.messages if "every start" in message]
+    assert len(said) == 1, caplog.messages
+    assert "NUMBA_CACHE_DIR" in said[0]
+    assert "once" not in said[0]
+
+
+def _refuse(self: object) -> None:
+    raise PermissionError("read only")
+
+
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_compiled_kernels_leave_the_number_of_threads_as_it_was(threads: int) -> None:

@@ -255,6 +255,26 @@ async def test_a_response_goes_on_from_another(running: Running):
     assert (lost.status_code, lost.json()["error"]["code"]) == (400, "previous_response_not_found")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_response_whose_parent_was_deleted_is_refused_by_the_parents_name(running: Running, stream: bool):
+    """It does not hold what was said before, and an answer without that would be to another question."""
+    first = (await respond(running)).json()["id"]
+    second = (await respond(running, previous_response_id=first)).json()["id"]
+    third = (await respond(running, previous_response_id=second)).json()["id"]
+    await running.http.delete(f"/v1/responses/{first}")
+    for name in (second, third):
+        error = (lost := await respond(running, previous_response_id=name, stream=stream)).json()["error"]
+        assert (lost.status_code, error["code"]) == (400, "previous_response_not_found")
+        assert f"'{first}' not found" in error["message"]
+        assert f"'{name}' goes on from it" in error["message"]
+        listed = await running.http.get(f"/v1/responses/{name}/input_items")
+        assert (listed.status_code, first in listed.json()["error"]["message"]) == (404, True)
+        assert (await running.http.get(f"/v1/responses/{name}")).status_code == 200
+    body = {"input": "Hi", "previous_response_id": third}
+    counted = await running.http.post("/v1/responses/input_tokens", json=body)
+    assert (counted.status_code, first in counted.text) == (400, True)
+
+
 async def test_what_is_not_stored_is_not_found(running: Running):
     answer = (await respond(running, store=False)).json()
     assert (await running.http.get(f"/v1/responses/{answer['id']}")).status_code == 404
