@@ -142,6 +142,16 @@ def measure(context: typer.Context) -> None:
     load(context.args)
 
 
+@cli.command(
+    "bench", context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False
+)
+def bench(context: typer.Context) -> None:
+    """Say in a minute what a server's tiers give your prompts: `reprise bench --help`."""
+    from reprise.loadgen.bench_command import main as run_bench
+
+    run_bench(context.args)
+
+
 @cli.command("plan", context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False)
 def plan_storage(context: typer.Context) -> None:
     """DRAM and disk for a target hit rate, with TTFT and cost: `reprise plan --help`."""
