@@ -6,6 +6,7 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
@@ -29,7 +30,7 @@ from reprise.app.observe.loss_log import LossLog
 from reprise.app.observe.metrics import Metrics, RedisCollector
 from reprise.app.observe.tracing import OtelTracer, make_tracer
 from reprise.app.settings.settings import Settings
-from reprise.app.state_dir import SecretKeeper, load_tenant_secret, weakness
+from reprise.app.state_dir import SecretKeeper, StateDir, open_state_dir, weakness
 from reprise.app.tenancy.configured_keys import follow_keys_file, make_keyring
 from reprise.app.tenancy.keyring import Keyring
 from reprise.app.tenancy.places import Places
@@ -58,6 +59,7 @@ class Parts:
     """The parts of the app. Routes find each part under its name in `app.state`."""
 
     settings: Settings
+    state_dir: StateDir
     engine: EnginePort
     keyring: Keyring
     hooks: ServerHooks
@@ -95,12 +97,13 @@ def compose(settings: Settings, engine: EnginePort | None) -> Parts:
     """Make every part and pass to each the others that it needs. Raises what `create_app` does."""
     keyring = make_keyring(settings)
     tracer = make_tracer(settings.server.traces_endpoint, version())
-    secret = load_tenant_secret(settings.state_dir, settings.server.tenant_secret_file)
-    if (weak := weakness(settings.state_dir)) is not None:
+    state_dir = open_state_dir(settings.state_dir, settings.server.tenant_secret_file)
+    secret = state_dir.secret
+    if (weak := weakness(state_dir.path)) is not None:
         log.warning("%s; %s", *weak)
     if engine is None:
-        engine = make_engine(settings, secret)
-    text_thread = TextThread(make_transcripts(settings))
+        engine = make_engine(settings, state_dir)
+    text_thread = TextThread(make_transcripts(settings, state_dir.path))
     metrics = Metrics(engine=engine, active=lambda: len(service.generations))
     live = Live(engine=engine, places=MAX_WATCHERS)
     observers: list[TurnObserver] = [metrics, live]
@@ -111,7 +114,7 @@ def compose(settings: Settings, engine: EnginePort | None) -> Parts:
     chosen = settings.model
     readiness = Readiness(engine=engine, aliases=chosen.aliases, calls=chosen.calls, thoughts=chosen.thoughts)
     sessions = SessionCommands(engine=engine, readiness=readiness, transcripts=text_thread)
-    store = make_store(settings)
+    store = make_store(settings, state_dir.path)
     if isinstance(store, RedisStore):
         metrics.add(RedisCollector(store))
     hooks: ServerHooks = LoneServer(sessions.delete_here)
@@ -141,12 +144,14 @@ def compose(settings: Settings, engine: EnginePort | None) -> Parts:
         observer=Observers(observers),
     )
     thought_seal = ThoughtSeal(secret)
+    is_elsewhere = settings.server.tenant_secret_file is not None or state_dir.problem is not None
     return Parts(
         settings=settings,
+        state_dir=state_dir,
         engine=engine,
         keyring=keyring,
         hooks=hooks,
-        secret_keeper=SecretKeeper(settings.state_dir, None if settings.server.tenant_secret_file else secret),
+        secret_keeper=SecretKeeper(state_dir.path, None if is_elsewhere else secret),
         text_thread=text_thread,
         readiness=readiness,
         sessions=sessions,
@@ -210,20 +215,24 @@ def add_middleware(app: FastAPI, parts: Parts) -> None:
     app.add_middleware(RequestContext, on_done=parts.metrics.request_done, log_access=server.access_log)
 
 
-def make_engine(settings: Settings, secret: bytes) -> EngineClient:
-    """Return the client of an engine process, which `start` will start."""
+def make_engine(settings: Settings, state_dir: StateDir) -> EngineClient:
+    """Return the client of an engine process, which `start` will start. Without the installation's secret it has no
+    disk tier: it could read nothing that lies there, and the next process nothing that it wrote."""
+    if not state_dir.is_own_secret:
+        cache = settings.cache.model_copy(update={"disk_dir": state_dir.path, "disk_gib": 0.0})
+        settings = settings.model_copy(update={"cache": cache})
     json_lines: dict[str, Any] = {"echo": EngineOutput(_write)} if settings.server.log_format == "json" else {}
     return EngineClient(
-        config=settings.engine_config(secret),
+        config=settings.engine_config(state_dir.secret),
         start_timeout_s=START_TIMEOUT_S,
         hang_timeout_s=HANG_TIMEOUT_S,
         **json_lines,
     )
 
 
-def make_transcripts(settings: Settings) -> Transcripts:
+def make_transcripts(settings: Settings, directory: Path) -> Transcripts:
     return Transcripts(
-        path=settings.state_dir / TRANSCRIPTS_FILE,
+        path=directory / TRANSCRIPTS_FILE,
         max_bytes=MAX_TRANSCRIPT_BYTES,
         ttl_s=settings.cache.ttl_s,
         max_answers_per_prompt=MAX_ANSWERS_PER_PROMPT,
@@ -271,12 +280,12 @@ def join_fleet(
     return replica, HeldInFleet(directory=replica.directory, here=HeldHere(sessions), longest_s=longest_s)
 
 
-def make_store(settings: Settings) -> Store:
+def make_store(settings: Settings, directory: Path) -> Store:
     """Make the store of responses and conversations. Raises RedisStoreUnavailable."""
     ttl_s = settings.server.responses_ttl_s
     if settings.responses_redis_url:
         return RedisStore(url=settings.responses_redis_url, max_bytes=MAX_STORED_BYTES, ttl_s=ttl_s)
-    return ResponseStore(path=settings.state_dir / "responses.sqlite3", max_bytes=MAX_STORED_BYTES, ttl_s=ttl_s)
+    return ResponseStore(path=directory / "responses.sqlite3", max_bytes=MAX_STORED_BYTES, ttl_s=ttl_s)
 
 
 def _write(text: str) -> None:

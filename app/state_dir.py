@@ -1,23 +1,89 @@
 """Manages the directory of a server's state: its permissions, and in it the secret that keeps tenants' blocks apart."""
 
 import asyncio
+import atexit
 import contextlib
 import errno
 import logging
 import os
 import secrets
+import shutil
 import stat
+import tempfile
+from dataclasses import dataclass
 from pathlib import Path
+
+from reprise.engine.build.resources import within
 
 SECRET_BYTES = 32
 SECRET_FILE = "tenant_secret"
 LOOK_S = 5.0  # between two looks whether the secret is still there
+PATIENCE_S = 5.0  # longest wait of a start for the disk with the state directory
+_NOT_WRITABLE = {errno.EROFS, errno.ENOSPC, errno.EDQUOT}
+_DOES_NOT_ANSWER = {
+    errno.EIO,
+    errno.ENODEV,
+    errno.ENXIO,
+    errno.ENOTCONN,
+    errno.ESTALE,
+    errno.EREMOTEIO,
+    errno.ETIMEDOUT,
+}
 
 log = logging.getLogger(__name__)
 
 
 class DamagedSecret(ValueError):
     """The file of the tenant secret does not contain a valid secret."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateDir:
+    """The directory in which a process keeps its files, and its secret. problem: why that is a temporary directory and
+    not the one of the settings, for people; None: it is that. is_own_secret: whether the secret is that of the
+    installation, so that stored KV can be used."""
+
+    path: Path
+    secret: bytes
+    problem: str | None = None
+    is_own_secret: bool = True
+
+
+def open_state_dir(state_dir: Path, file: Path | None = None) -> StateDir:
+    """Return the state directory, made if it is missing, with the secret. If its disk does not answer within
+    PATIENCE_S, or fails, this process keeps its files in a temporary directory until it ends, and its secret is a
+    random one, unless the installation's can be read. Raises OSError, or DamagedSecret."""
+    # A mistake in this setting is told as such.
+    secret = None if file is None else _given_secret(file.expanduser())
+    try:
+        secret = within(PATIENCE_S, lambda: load_tenant_secret(state_dir, file))
+        within(PATIENCE_S, lambda: _try_to_write(state_dir))
+        return StateDir(state_dir, secret)
+    except TimeoutError as error:
+        problem = str(error)
+    except OSError as error:
+        if error.errno not in _DOES_NOT_ANSWER:
+            raise
+        problem = error.strerror or str(error)
+    instead = Path(tempfile.mkdtemp(prefix="reprise-state-"))
+    atexit.register(shutil.rmtree, instead, ignore_errors=True)
+    lost = "stored KV is not used" if secret is None else "stored KV is used when it answers"
+    told = f"{state_dir} does not answer ({problem}): until a restart, conversations are kept for this process; {lost}"
+    log.warning("%s", told)
+    return StateDir(instead, secret or secrets.token_bytes(SECRET_BYTES), told, is_own_secret=secret is not None)
+
+
+def _try_to_write(state_dir: Path) -> None:
+    """Write a page durably, so that a disk that hangs only when it is written hangs here. Other problems are left to
+    those who write what matters. Raises OSError for a device that fails."""
+    try:
+        with tempfile.TemporaryFile(dir=state_dir) as file:
+            file.write(bytes(4096))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        if error.errno in _DOES_NOT_ANSWER:
+            raise
 
 
 def load_tenant_secret(state_dir: Path, file: Path | None = None) -> bytes:
@@ -28,14 +94,25 @@ def load_tenant_secret(state_dir: Path, file: Path | None = None) -> bytes:
     that start at the same time agree on one secret.
     """
     if file is not None:
-        state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        try:
+            state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        except OSError as error:
+            if error.errno not in _NOT_WRITABLE:
+                raise
         return _given_secret(file.expanduser())
     if not _path(state_dir).exists():
-        _publish(state_dir, secrets.token_bytes(SECRET_BYTES))
-    secret = read_tenant_secret(state_dir)
-    if secret is None:
+        secret = secrets.token_bytes(SECRET_BYTES)
+        try:
+            _publish(state_dir, secret)
+        except OSError as error:
+            if error.errno not in _NOT_WRITABLE:
+                raise
+            log.warning("%s cannot be written (%s); it is when that is possible", _path(state_dir), error.strerror)
+            return secret
+    stored = read_tenant_secret(state_dir)
+    if stored is None:
         raise FileNotFoundError(errno.ENOENT, "it was deleted just now", str(_path(state_dir)))
-    return secret
+    return stored
 
 
 def read_tenant_secret(state_dir: Path, file: Path | None = None) -> bytes | None:

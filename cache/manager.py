@@ -19,6 +19,8 @@ from reprise.cache.blocks.keys import BLOCK_TOKENS, BlockKey
 from reprise.cache.look_ahead import LookAhead, WaitingLine
 from reprise.cache.moves import (
     Deleted,
+    DiskGivenUp,
+    DiskTaken,
     Encoded,
     Event,
     Fetched,
@@ -185,6 +187,10 @@ class CacheManager:
                 tiers.disk.on_deleted(event.job_id, event.problem, now)
             case Lost():
                 tiers.disk.lost(event.extent_ids)
+            case DiskGivenUp():
+                self.disk_given_up(event.problem)
+            case DiskTaken():
+                self._disk_taken(event, now)
             case Transferred():
                 self.stats.count_move(event.direction, event.num_bytes, event.seconds)
                 self.rates.moved(event.direction, event.num_bytes, event.seconds)
@@ -233,6 +239,20 @@ class CacheManager:
         """Stop using `dram` or `disk` in this process, and everything in it, because it gave wrong results although the
         checksums were right."""
         self.tiers.quarantine(tier)
+
+    def disk_given_up(self, problem: str) -> None:
+        """Use neither the disk nor what lies on it until it answers. problem: why, for people."""
+        self.tiers.disk_given_up(problem)
+
+    def disk_is_unseen(self, problem: str) -> None:
+        """Begin without the disk. Until it answers, it is not known what lies on it. problem: why, for people."""
+        self.tiers.disk_given_up(problem)
+        self.sessions.deletions.disk_is_unseen()
+
+    def _disk_taken(self, event: DiskTaken, now: float) -> None:
+        self.tiers.disk_taken(event.capacity_bytes)
+        if event.extents is not None:
+            self.sessions.restore(event.extents, event.records, now)
 
     def condemn_codec(self) -> None:
         """Stop using the codec: find no block any more that it has changed, nor any that was computed on such a block.
@@ -308,4 +328,5 @@ class CacheManager:
             hbm_pages_cached=pages.num_cached,
             tier_bytes=used | ({"redis": redis.used_bytes} if redis.is_on else {}),
             tier_capacity=capacity | ({"redis": redis.capacity_bytes} if redis.is_on else {}),
+            tier_problems={} if disk.problem is None else {"disk": disk.problem},
         )

@@ -1,6 +1,7 @@
 """Defines the moves of KV that the cache orders, the list in which they wait, and the events that report their end.
 They are plain values: `reprise.cache.transfer.transfer` carries the moves out; the simulator only counts them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -323,6 +324,23 @@ class Deleted:
 
 
 @dataclass(frozen=True, slots=True)
+class DiskGivenUp:
+    """Reports that the disk is not used until it answers. problem: why, for people."""
+
+    problem: str
+
+
+@dataclass(frozen=True, slots=True)
+class DiskTaken:
+    """Reports that the disk is used. extents, records: what was found on it if it is used for the first time; None: it
+    had been given up, and holds what it held. capacity_bytes: the most that it may hold."""
+
+    capacity_bytes: int
+    extents: Sequence[ExtentInfo] | None = None
+    records: Sequence[SessionRecord] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Lost:
     """Reports that another process has deleted extents."""
 
@@ -380,6 +398,8 @@ Event = (
     | Encoded
     | Written
     | Deleted
+    | DiskGivenUp
+    | DiskTaken
     | Lost
     | Uploaded
     | Renewed

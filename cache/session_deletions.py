@@ -41,6 +41,9 @@ class SessionDeletions:
         self._deleting: dict[SessionName, str | None] = {}
         """Sessions whose deletion waits for the end of a save or write -> the request that waits for the deletion;
         None: the session has expired."""
+        self._unseen: dict[tuple[str, str], None] | None = None
+        """Sessions (tenant, session id) that were to be deleted before the disk was taken, so that it is not known what
+        it has of them; None: it was taken. There are at most `max_sessions` of them."""
         self._contexts = contexts
         self._tiers, self._table = tiers, tiers.table
         self._running = running
@@ -53,8 +56,9 @@ class SessionDeletions:
     def delete(self, tenant: str, session_id: str, waiter: str) -> str | None:
         """Remove the sessions of this id, whatever their salts, from every tier, with the blocks that only they own.
         `take_ended` returns `waiter` when all of the bytes are gone. The copies of other servers in Redis are deleted
-        too, even of a session that is not known here. Returns None, or why nothing is deleted: `not_found`, or `busy`
-        while a request of the session runs or another request waits for its deletion."""
+        too, even of a session that is not known here. Before the disk is taken, the answer is `undeleted`, and what it
+        has of these sessions is deleted when it is taken. Returns None, or why nothing is deleted:
+        `not_found`, or `busy` while a request of the session runs or another request waits for its deletion."""
 
         def named(names: Iterable[SessionName]) -> list[SessionName]:
             return [name for name in names if (name[0], name[2]) == (tenant, session_id)]
@@ -66,9 +70,11 @@ class SessionDeletions:
         # The first turn of a session is under way before there is a session.
         if named(context.session for context in self._running.values()) or any(map(self._deleting.get, here)):
             return "busy"
-        if not (here or again or self._tiers.redis.is_on):
+        is_unseen = self._note_unseen(tenant, session_id)
+        if not (here or again or self._tiers.redis.is_on or is_unseen):
             return "not_found"
-        self.waits[waiter] = _Wait(len(here) + len(again), None if here or again else "not_found")
+        problem = "undeleted" if is_unseen else "not_found"
+        self.waits[waiter] = _Wait(len(here) + len(again), None if here or again else problem)
         for name in again:
             self._tiers.disk.delete_again(name, waiter)
         for name in here:
@@ -76,6 +82,25 @@ class SessionDeletions:
         if not here:
             self._tiers.redis.delete(tenant, session_id, waiter)
         return None
+
+    def disk_is_unseen(self) -> None:
+        """Note that it is not known what lies on the disk, until `take_unseen`."""
+        self._unseen = {}
+
+    def take_unseen(self) -> set[tuple[str, str]]:
+        """Return the sessions (tenant, session id) that were to be deleted before the disk was taken."""
+        unseen, self._unseen = self._unseen or {}, None
+        return set(unseen)
+
+    def _note_unseen(self, tenant: str, session_id: str) -> bool:
+        """Note that what the disk may have of these sessions is to be deleted when it is taken. Returns whether it is
+        not known what it has."""
+        if self._unseen is None:
+            return False
+        self._unseen[tenant, session_id] = None
+        if len(self._unseen) > self._max_sessions:
+            del self._unseen[next(iter(self._unseen))]
+        return True
 
     def take_ended(self) -> list[tuple[str, str | None]]:
         """Return the requests whose deletions have all ended since the last call, and what went wrong: `undeleted` if

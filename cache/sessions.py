@@ -331,12 +331,23 @@ class SessionStore:
             self._tiers.pinned.discard(name)
             self._with_own_ttl.add(name)
 
-    # --- a process begins ---------------------------------------------------------------------------------------------
+    # --- the disk is taken --------------------------------------------------------------------------------------------
 
     def restore(self, extents: Iterable[ExtentInfo], records: Iterable[SessionRecord], now: float) -> None:
-        """Restore the blocks and sessions that the disk has kept from an earlier process."""
+        """Restore the blocks and sessions that the disk has kept from an earlier process, when this one begins or, if
+        the disk did not answer then, later. A session that goes on here keeps its context. One that was to be deleted
+        meanwhile is deleted."""
+        deleted, records = self.deletions.take_unseen(), list(records)
+        known = set(self.contexts)
+        recorded = {record.names for record in records}
+        unwanted: list[int] = []
         for extent in extents:
             name = (extent.session.tenant, extent.session.salt, extent.session.session_id)
+            if name[::2] in deleted and (name in known or name not in recorded):
+                # Of a session that has begun again, or that no deletion would find.
+                self._tiers.disk.adopt(extent, [])
+                unwanted.append(extent.extent_id)
+                continue
             rows = [
                 BlockRow(
                     key=block.key,
@@ -353,14 +364,25 @@ class SessionStore:
         for record in sorted(records, key=lambda r: r.last_used_s):
             self._restore(record)
         for row in self._table:
-            row.owners = tuple(owner for owner in row.owners if owner in self.contexts)
+            row.owners = tuple(owner for owner in row.owners if owner in self.contexts or self.is_running(owner))
             for owner in row.owners:
-                self.contexts[owner].owned[row.key] = None
+                if owner in self.contexts:
+                    self.contexts[owner].owned[row.key] = None
+        for name in sorted(self.contexts, key=lambda name: self.contexts[name].last_used_s):
+            self.contexts.move_to_end(name)
+        if unwanted:
+            self._tiers.disk.delete(unwanted, None, None)
+        for name in [name for name in self.contexts if name[::2] in deleted and name not in known]:
+            self.deletions.begin(name, None)
         self.sweep(now, math.inf)
 
     def _restore(self, record: SessionRecord) -> None:
         name = (record.tenant, record.salt, record.session_id)
         if not record.context:
+            return
+        if (known := self.contexts.get(name)) is not None:
+            self._take_over(name, known)
+            self._tiers.writes.session_changed(name)
             return
         self._tiers.used(name, record.last_used_s - self._unix_offset_s)
         domain = self._domain_of(record.tenant, record.salt)
@@ -371,5 +393,6 @@ class SessionStore:
         self._take_over(name, session)
         self.contexts[name] = session
         self._count_size(session.num_tokens)
+        self._end_if_condemned(name, session)
         if session.pinned:
             self._tiers.pinned.add(name)

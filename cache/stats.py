@@ -97,6 +97,7 @@ class CacheGauges:
     hbm_pages_cached: int  # they could be freed by evicting blocks
     tier_bytes: dict[str, int]  # dram, disk; redis if there is one: of all servers, a few seconds ago
     tier_capacity: dict[str, int]
+    tier_problems: dict[str, str]  # tiers that are not used now -> why, for people
 
 
 @dataclass(slots=True)

@@ -59,6 +59,7 @@ def collect(parts: StatsSources) -> Stats:
         aborted=parts.requests.aborted,
         tier_bytes=gauges.tier_bytes,
         tier_capacity=gauges.tier_capacity,
+        tier_problems=gauges.tier_problems,
         moved_bytes=dict(stats.moved_bytes + Counter(hbm_to_dram=parts.transfer.placed_bytes)),
         moved_seconds=dict(stats.moved_seconds),
         load_wait_seconds=parts.transfer.waited_s,

@@ -363,6 +363,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     aborted: int
     tier_bytes: dict[str, int] = {}  # dram, disk, redis if it is used -> bytes in use
     tier_capacity: dict[str, int] = {}
+    tier_problems: dict[str, str] = {}  # tier that is not used now -> why, for people
     moved_bytes: dict[str, int] = {}  # direction (`reprise.cache.moves.Transferred`) -> bytes
     moved_seconds: dict[str, float] = {}  # direction -> seconds of the thread that moved the bytes
     load_wait_seconds: float = 0.0  # load time that no computation hid

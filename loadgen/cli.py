@@ -62,7 +62,7 @@ def load_command(
         options = run_options(server, sent, lengths, measured, cost)
         fields = server.fields()
         workload = load_run.workload(options)
-        target, said = _target(server, fields)
+        target, said = find_target(server, fields)
         load_run.check_writable(output.out, output.html, read=(sent.dialogues, sent.trace))
     except (ValueError, OSError) as error:
         raise _refuse(str(error)) from None
@@ -164,7 +164,7 @@ def _execute(
         return load_run.execute(options, workload, target, on_sent=progress_line.on_sent, on_result=on_result)
 
 
-def _target(server: ServerOptions, fields: dict[str, Any]) -> tuple[Target, dict[str, Any]]:
+def find_target(server: ServerOptions, fields: dict[str, Any]) -> tuple[Target, dict[str, Any]]:
     """Ask the server for its model and version. Returns the target of requests, and the server's answers. Raises
     ValueError if it cannot be asked. fields: of every request."""
     base = server.url.rstrip("/").removesuffix("/v1")

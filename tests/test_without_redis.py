@@ -40,7 +40,7 @@ ENGINE = {
         "kv-write",
         "kv-touch",
     ),
-    *("disk-read", "disk-write", "grammar"),
+    *("disk-read", "disk-write", "disk-watch", "grammar"),
 }
 
 

@@ -29,7 +29,7 @@ from reprise.app.cli.redis_findings import look_at_redis
 from reprise.app.settings.settings import GIB, MIB, Settings
 from reprise.app.state_dir import weakness
 from reprise.app.text.tokenizer import ChatTokenizer, TokenizerError
-from reprise.engine.build.resources import Memory, memory
+from reprise.engine.build.resources import Memory, memory, within
 from reprise.engine.build.sizes import dram_warnings
 from reprise.model.directories import BUNDLED, SMOLLM2, is_there, source_of
 
@@ -38,6 +38,7 @@ HOW_TO_GET_A_MODEL = f"`make model` brings {SMOLLM2.name}, which knows something
 _REINSTALL = "pip install --force-reinstall -c constraints.txt"
 _OTEL = "pip install opentelemetry-sdk opentelemetry-exporter-otlp-proto-http"
 PROBE_TIMEOUT_S = 120.0  # the first import of torch from a cold disk takes long
+STATE_TIMEOUT_S = 20.0  # longest wait for the disk with the state directory
 DISK_TRIAL_BYTES = 16 * MIB
 SLOW_DISK_BYTES_PER_S = 50e6
 
@@ -99,7 +100,7 @@ def examine(
         *look_at_model(settings),
         *_described(settings, has, libraries, model, expected),
         *_window(expected),
-        *_state(settings, expected, used_by),
+        *_state_in_time(settings, expected, used_by),
         *look_at_redis(settings),
         *_port(settings),
     ]
@@ -383,6 +384,19 @@ def _gguf(file: Path) -> Finding:
         return Finding("model", Level.OK, f"{file.name}, {file.stat().st_size / GIB:.2f} GiB, is converted once")
     except OSError as error:
         return Finding("model", Level.FAIL, f"{file} cannot be read: {error.strerror}", "chmod +r, or another file")
+
+
+def _state_in_time(
+    settings: Settings, expected: Expected | None, used_by: Callable[[Path], str | None]
+) -> list[Finding]:
+    try:
+        return within(STATE_TIMEOUT_S, lambda: list(_state(settings, expected, used_by)))
+    except TimeoutError:
+        advice = "a server serves without what is stored there, and uses it when it answers"
+        return [Finding("state", Level.WARN, f"{settings.state_dir} does not answer", advice)]
+    except OSError as error:
+        problem = f"{settings.state_dir} cannot be looked at: {error.strerror or error}"
+        return [Finding("state", Level.WARN, problem, "mount or mend its disk, or choose another --cache.disk_dir")]
 
 
 def _state(settings: Settings, expected: Expected | None, used_by: Callable[[Path], str | None]) -> Iterator[Finding]:

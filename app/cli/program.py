@@ -31,9 +31,10 @@ from reprise.app.observe.tracing import TracingUnavailable
 from reprise.app.settings.help import ServeCommand, settings_of, tables
 from reprise.app.settings.settings import Settings
 from reprise.app.settings.sources import experiments
-from reprise.app.state_dir import DamagedSecret, read_tenant_secret
+from reprise.app.state_dir import PATIENCE_S, DamagedSecret, read_tenant_secret
 from reprise.app.tenancy.key_file import KeyFileError
 from reprise.app.version import version
+from reprise.engine.build.resources import within
 from reprise.engine.messages import ModelInfo
 
 console = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -89,7 +90,10 @@ def serve(
     def on_ready(model: ModelInfo, url: str) -> None:
         if as_panel:
             sampling = app.state.readiness.sampling_defaults
-            console.print(panel(settings, model, url, keys=len(app.state.keyring), sampling=sampling))
+            state_problem = app.state.state_dir.problem
+            console.print(
+                panel(settings, model, url, keys=len(app.state.keyring), sampling=sampling, state_problem=state_problem)
+            )
         else:
             log.info("ready", extra={"fields": {"url": url, "model": model.name, "memory_plan": model.memory_plan}})
             if word := word_on_agents(model.max_context):
@@ -140,6 +144,16 @@ def measure(context: typer.Context) -> None:
     from reprise.loadgen.cli import main as load
 
     load(context.args)
+
+
+@cli.command(
+    "bench", context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False
+)
+def bench(context: typer.Context) -> None:
+    """Say in a minute what a server's tiers give your prompts: `reprise bench --help`."""
+    from reprise.loadgen.bench_command import main as run_bench
+
+    run_bench(context.args)
 
 
 @cli.command("plan", context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False)
@@ -210,8 +224,6 @@ def list_settings() -> None:
 def _prepare(settings: Settings) -> FastAPI:
     """Create the app after checking everything that can be checked without loading a model. Ends the program if a check
     fails."""
-    from reprise.cache.storage.directory_lock import used_by
-
     for finding in doctor.look_at_model(settings):
         if finding.level is Level.FAIL:
             raise _end(f"{finding.found}; {finding.advice}")
@@ -219,13 +231,23 @@ def _prepare(settings: Settings) -> FastAPI:
             _tell(f"serving {finding.found}; {finding.advice}")
     try:
         keeps_files = settings.cache.mode == "attentionstore" and settings.cache.disk_gib != 0
-        if keeps_files and (owner := used_by(settings.state_dir)):
+        if keeps_files and (owner := _used_by(settings.state_dir)):
             raise _end(f"{settings.state_dir} is in use by {owner}; stop it, or choose another cache.disk_dir")
         return create_app(settings)
     except (TracingUnavailable, KeyFileError, RedisStoreUnavailable, ValueError) as error:
         raise _end(str(error)) from None
     except OSError as error:
         raise _end(f"cache.disk_dir: {_problem_of(error, settings.state_dir)}") from None
+
+
+def _used_by(directory: Path) -> str | None:
+    """Return the owner of the disk tier in a directory; None if there is none, or its disk does not say."""
+    from reprise.cache.storage.directory_lock import used_by
+
+    try:
+        return within(PATIENCE_S, lambda: used_by(directory))
+    except (OSError, TimeoutError):
+        return None  # what is wrong is found, and told, when the directory is opened
 
 
 def _problem_of(error: OSError, directory: Path) -> str:

@@ -29,8 +29,17 @@ NAMES = {
 }
 
 
-def panel(settings: Settings, model: ModelInfo, url: str, *, keys: int, sampling: SamplingDefaults) -> Panel:
-    """Build the panel. It shows the memory plan so that no one has to learn it from the OOM killer."""
+def panel(
+    settings: Settings,
+    model: ModelInfo,
+    url: str,
+    *,
+    keys: int,
+    sampling: SamplingDefaults,
+    state_problem: str | None = None,
+) -> Panel:
+    """Build the panel. It shows the memory plan so that no one has to learn it from the OOM killer. state_problem: why
+    the state directory is not used, for people."""
     kept = _duration(settings.cache.ttl_s)
     rows = {
         "page": url,
@@ -52,7 +61,7 @@ def panel(settings: Settings, model: ModelInfo, url: str, *, keys: int, sampling
         about.add_row(f"[bold]{name}[/bold]", _escaped(value))
     if word := word_on_agents(model.max_context):
         about.add_row("[bold]agents[/bold]", _escaped(word))
-    for warning in model.warnings:
+    for warning in (*model.warnings, *([state_problem] if state_problem else [])):
         about.add_row("[bold yellow]warning[/bold yellow]", _escaped(warning))
     return Panel(Group(about, "", _plan(model)), title="Reprise is ready", expand=False)
 

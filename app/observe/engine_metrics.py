@@ -96,6 +96,11 @@ def _tiers(stats: Stats) -> Iterator[Metric]:
     gauges: tuple[tuple[str, str, Mapping[str, float]], ...] = (
         ("tier_bytes", "KV in a tier.", stats.tier_bytes),
         ("tier_capacity_bytes", "Hard cap of a tier.", stats.tier_capacity),
+        (
+            "tier_used",
+            "0 while a tier does not answer.",
+            {t: t not in stats.tier_problems for t in stats.tier_capacity},
+        ),
     )
     for name, help_text, values in gauges:
         yield _labelled(GaugeMetricFamily(f"reprise_{name}", help_text, labels=["tier"]), values)

@@ -494,6 +494,7 @@ class CacheStatsObject(_Answer):
     mode: str
     sessions: int
     tiers: dict[str, TierUse]
+    problems: dict[str, str]  # tier that is not used now -> why
     prompt_tokens: dict[str, int]
     hit_rate: float | None
     hit_rates: dict[str, float | None]
@@ -525,6 +526,7 @@ class Health(_Answer):
     engine: str
     # state of the circuit breaker for Redis; closed: Redis is used
     redis: Literal["closed", "open", "half_open"] | None = None
+    disk: Literal["used", "away"] | None = None  # away: it does not answer, and is used again when it does
 
 
 class FleetReplica(_Answer):

@@ -23,7 +23,7 @@ class Matcher:
     context; nothing else is changed."""
 
     def __init__(self, *, tiers: Hierarchy, rates: Rates, parking: Parking, options: CacheOptions) -> None:
-        self._table, self._hbm, self._form = tiers.table, tiers.hbm, tiers.form
+        self._table, self._hbm, self._form, self._disk = tiers.table, tiers.hbm, tiers.form, tiers.disk
         self._saves = tiers.dram.saves
         self._rates, self._parking = rates, parking
         self._reuse = options.reuse
@@ -106,7 +106,12 @@ class Matcher:
         # This runs for every block of every request that may come next, so the usual case comes first.
         why_not = context.reuse.unread.get(row.key)
         if row.copies and (why_not is None or (row.in_dram and why_not != "memory")):
-            return True
+            if self._disk.problem is None or row.in_dram or "disk" not in row.copies:
+                return True
+            is_at_hand = self._is_at_hand(row, block)
+            if not is_at_hand and context.reuse.miss_reason is None:
+                context.reuse.miss_reason = "load_failed"
+            return is_at_hand
         return self._is_at_hand(row, block)
 
     def _is_at_hand(self, row: BlockRow, block: int) -> bool:

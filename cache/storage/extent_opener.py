@@ -1,10 +1,12 @@
 """Opens extents for reading. Verifies each header once, and logs each damaged extent once."""
 
+import errno
 import logging
 import mmap
 import os
 import threading
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from functools import partial
 
 from reprise.cache.blocks.stored import ExtentInfo
@@ -19,6 +21,10 @@ from reprise.cache.storage.throttle import Throttle
 
 READ_THREADS = 8
 MAX_CACHED_HEADER_BYTES = 32 << 20
+# Errors of the whole device or its connection, and not of one file
+_OF_THE_DEVICE = frozenset(
+    {errno.EIO, errno.ENODEV, errno.ENXIO, errno.ENOTCONN, errno.ESTALE, errno.EREMOTEIO, errno.ETIMEDOUT}
+)
 _PROVES_NOTHING = frozenset({"io", "deadline", "memory"})
 log = logging.getLogger(__name__)
 
@@ -33,8 +39,11 @@ class ExtentOpener:
         form: ExtentForm,
         throttle: Throttle,
         rare_log: RareLog,
+        note_read: Callable[[str | None], None],
     ) -> None:
+        """Set up. note_read: called with every error of the device, and with None for every read that succeeds."""
         self._shards = shards
+        self._note_read = note_read
         self._form = form
         self._throttle, self._rare_log = throttle, rare_log
         self._headers = HeaderCache()
@@ -78,6 +87,7 @@ class ExtentOpener:
             buffers=self._buffers,
             buffer_bytes=self._buffer_bytes,
             on_failure=partial(self._tell, extent_id),
+            on_success=partial(self._note_read, None),
         )
 
     def read_info(self, extent_id: int) -> ExtentInfo:
@@ -107,6 +117,8 @@ class ExtentOpener:
         """Log why an extent could not be read. Damage is logged once per extent, since every reader would report it
         again. An error that proves nothing about the record (of the device, no answer, no memory) is logged rarely,
         since it may concern all extents."""
+        if isinstance(cause := missing.__cause__, OSError) and cause.errno in _OF_THE_DEVICE:
+            self._note_read(str(missing))
         if missing.reason in _PROVES_NOTHING:
             cannot = "a stored record cannot be read, its KV will be computed again: %s"
             self._rare_log.warn(f"read {missing.reason}", cannot, missing)

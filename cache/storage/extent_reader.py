@@ -41,12 +41,13 @@ class ExtentReader:
         buffers: deque[mmap.mmap],
         buffer_bytes: int,
         on_failure: Callable[[BlockMissing], None],
+        on_success: Callable[[], None],
     ) -> None:
         self._fd: int | None = fd
         self._extent = extent
         self._io, self._throttle = io, throttle
         self._buffers, self._buffer_bytes = buffers, buffer_bytes
-        self._on_failure = on_failure
+        self._on_failure, self._on_success = on_failure, on_success
 
     def __enter__(self) -> "ExtentReader":
         return self
@@ -232,7 +233,7 @@ class ExtentReader:
                 os.close(fd)
 
         try:
-            return self._io.call(work, late=close_late)
+            result = self._io.call(work, late=close_late)
         except IoDeadline as error:
             if error.began:
                 for reader in readers:
@@ -241,6 +242,8 @@ class ExtentReader:
             late = BlockMissing(f"extent {self._extent.header.extent_id:016x}: {error}", reason="deadline")
             self._on_failure(late)
             raise late from error
+        self._on_success()
+        return result
 
 
 def in_turn(count: int, bring: Callable[[int, int], None], landed: Landed) -> int:

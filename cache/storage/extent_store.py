@@ -21,7 +21,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from reprise.cache.blocks.stored import ExtentInfo, SessionRecord, StoredBlock
+from reprise.cache.storage.device_question import NO_ROOM, ask_device
 from reprise.cache.storage.directory_lock import DirectoryLock, DirectoryLocked
+from reprise.cache.storage.disk_watch import CLOSE_S, DiskWatch
 from reprise.cache.storage.errors import BlockMissing, Problem, TierFailed, TierFull
 from reprise.cache.storage.extent_file import remove_extent
 from reprise.cache.storage.extent_format import MAX_EXTENT_ID, ExtentForm
@@ -37,9 +39,10 @@ from reprise.cache.storage.space import DiskSpace
 from reprise.cache.storage.thread_priority import WRITING
 from reprise.cache.storage.throttle import Throttle
 
-_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+Kept = tuple[list[ExtentInfo], list[SessionRecord]]
+"""The contents of a directory: extents in order of writing, and the last record of each session."""
 
 
 class ExtentStore:
@@ -63,10 +66,14 @@ class ExtentStore:
         write_bytes_per_s: float,
         deadline_s: float,
         owner: str,
+        measure: Callable[[], int] | None = None,
     ) -> None:
         """Set up. min_free_bytes: always left free on the file system. read_bytes_per_s, write_bytes_per_s: caps; 0:
-        none. owner: name of this process, for the error messages of others while the directory is locked."""
+        none. owner: name of this process, for the error messages of others while the directory is locked. measure:
+        returns a lower cap than `capacity_bytes`, or raises OSError; it is called when the directory is opened. None:
+        there is no lower one."""
         self.capacity_bytes = capacity_bytes
+        self._measure = measure
         self._num_layers = len(form.sizes.raw)
         self._codes = form.sizes.coded is not None
         self._directory = directory
@@ -86,6 +93,7 @@ class ExtentStore:
             form=form,
             throttle=Throttle(bytes_per_s=read_bytes_per_s, clock=time.monotonic, sleep=time.sleep),
             rare_log=self._log,
+            note_read=self._note_read,
         )
         self._writer = ExtentWriter(
             shards=self._shards,
@@ -95,6 +103,7 @@ class ExtentStore:
         )
         self._reads: IoThreads | None = None
         self._writes: IoThreads | None = None  # also deletes and updates the index
+        self._watch: DiskWatch[Kept] | None = None
         self._making = threading.Lock()  # held while the directory is made again; taken before `_lock`
 
         self._lock = threading.Lock()  # guards what follows; never held during I/O
@@ -103,13 +112,12 @@ class ExtentStore:
         # Extents that cannot be used -> why: files without a valid record (deleted if readable), rows without a file.
         self.useless: dict[int, Problem] = {}
 
-    def open(self) -> tuple[list[ExtentInfo], list[SessionRecord]]:
-        """Take the lock, delete what a crash left, and return what is stored: extents in order of writing, and the last
-        record of each session. That may be more than capacity_bytes, if the cap was lowered; the caller then deletes
-        extents down to it. Raises DirectoryLocked, OSError."""
-        deadline_s = self._deadline_s
-        self._reads = IoThreads(name="disk-read", num_threads=READ_THREADS, deadline_s=deadline_s, lower_by=0)
-        self._writes = IoThreads(name="disk-write", num_threads=WRITE_THREADS, deadline_s=deadline_s, lower_by=WRITING)
+    def open(self) -> Kept:
+        """Take the lock, delete what a crash left, and return what is stored. That may be more than capacity_bytes, if
+        the cap was lowered; the caller then deletes extents down to it. Each step has a deadline, all together have
+        none. For tools: a server uses `open_in_time`. Raises DirectoryLocked, OSError."""
+        self._start_threads(lambda _: None)
+        assert self._writes is not None
         try:
             return self._writes.call(self._recover, late=self._release)
         except BaseException as error:
@@ -121,14 +129,66 @@ class ExtentStore:
                 raise OSError(errno.EIO, f"the index cannot be used: {error}", str(self._directory)) from error
             raise
 
+    def open_in_time(self, patience_s: float) -> Kept | None:
+        """Open as `open` does, but wait no longer than `patience_s` seconds in all. Returns None if the disk does not
+        answer in time or fails: it is taken as soon as it answers. From then on a disk that misses a deadline, or on
+        which reads fail one after the other, is given up: every call fails at once until it answers again. `listen`
+        tells of all that, and `problem` says why the disk is not used. Raises DirectoryLocked or OSError if only a
+        person can mend what is wrong (`reprise.cache.storage.disk_watch.is_mistake`)."""
+        watch = self._watch = DiskWatch(
+            name=f"the disk tier in {self._directory}",
+            take=self._take,
+            ask=self._ask,
+            release=self._release,
+            switch=self._switch,
+        )
+        self._start_threads(watch.give_up)
+        try:
+            return watch.begin(patience_s)
+        except BaseException:
+            self.close()
+            raise
+
+    def listen(self, tell: Callable[[str | None, Kept | None], None]) -> None:
+        """Tell a listener of every change (`DiskWatch.listen`). A store that was opened by `open` never changes."""
+        if self._watch is not None:
+            self._watch.listen(tell)
+
+    @property
+    def problem(self) -> str | None:
+        """Why the disk is not used now, for people; None: it is used."""
+        return None if self._watch is None else self._watch.problem
+
+    def _start_threads(self, on_late: Callable[[str], None]) -> None:
+        deadline_s = self._deadline_s
+        self._reads = IoThreads(
+            name="disk-read", num_threads=READ_THREADS, deadline_s=deadline_s, lower_by=0, on_late=on_late
+        )
+        self._writes = IoThreads(
+            name="disk-write", num_threads=WRITE_THREADS, deadline_s=deadline_s, lower_by=WRITING, on_late=on_late
+        )
+
+    def _note_read(self, problem: str | None) -> None:
+        if self._watch is not None:
+            self._watch.note_read(problem)
+
+    def _switch(self, problem: str | None) -> None:
+        for threads in (self._reads, self._writes):
+            if threads is not None:
+                threads.refuse(problem)
+
     def close(self) -> None:
-        """Wait for running operations up to their deadlines, then release the directory. If an operation hangs in it,
-        the lock stays taken until the process ends."""
+        """Wait for running operations up to their deadlines, but not while the disk is given up; then release the
+        directory. If an operation hangs in it, the lock stays taken until the process ends."""
         if self._writes is None:
             return
-        if self._close_threads():
-            last = IoThreads(name="disk-close", num_threads=1, deadline_s=self._deadline_s, lower_by=0)
-            with contextlib.suppress(IoDeadline):
+        is_used, has_ended = self.problem is None, self._watch is None or self._watch.close()
+        if self._close_threads() and has_ended:
+            deadline_s = self._deadline_s if is_used else min(CLOSE_S, self._deadline_s)
+            last = IoThreads(
+                name="disk-close", num_threads=1, deadline_s=deadline_s, lower_by=0, on_late=lambda _: None
+            )
+            with contextlib.suppress(IoDeadline, OSError, sqlite3.Error):
                 last.call(lambda _: self._release(), late=lambda: None)
             last.close()
         else:
@@ -245,7 +305,7 @@ class ExtentStore:
         except MemoryError as error:
             raise TierFailed(f"{what}: no memory", reason="memory") from error
         except OSError as error:
-            if error.errno in _NO_ROOM:
+            if error.errno in NO_ROOM:
                 raise TierFull(f"{what}: {error}") from error
             raise TierFailed(f"{what}: {error}", reason="io") from error
         except DirectoryLocked as error:
@@ -259,7 +319,22 @@ class ExtentStore:
         threads = self._reads
         if threads is None:
             raise BlockMissing("the disk tier is closed", reason="io")
-        return self._opener.open(extent_id, threads, trust_cached=trust_cached)
+        try:
+            return self._opener.open(extent_id, threads, trust_cached=trust_cached)
+        except BlockMissing as missing:
+            if missing.reason == "missing" and self._watch is not None and self._has_left(threads):
+                raise BlockMissing(str(missing), reason="deadline") from missing  # it may come back with its disk
+            raise
+
+    def _has_left(self, threads: IoThreads) -> bool:
+        """Return whether a file is missing because its whole file system is. The disk is then given up."""
+        try:
+            has_left = threads.call(lambda _: self._shards.has_left(), late=lambda: None)
+        except IoDeadline:
+            return True
+        if has_left and self._watch is not None:
+            self._watch.give_up(f"the file system of {self._directory} is gone")
+        return has_left
 
     def _new_id(self, is_coded: bool = False) -> int:
         # Ids come from the clock, so that they are never reused even if index and records are lost, and exceed the last
@@ -310,6 +385,10 @@ class ExtentStore:
             if has_lock and self._index.is_there():
                 return
             beat()
+            if self._watch is not None and self._shards.has_left():
+                problem = f"the file system of {self._directory} is gone"
+                self._watch.give_up(problem)
+                raise OSError(errno.ENODEV, problem)
             lost = "%s was deleted while the server runs; its contents are lost and it is made again"
             log.warning(lost, self._shards.own)
             self._shards.make_parents()
@@ -324,11 +403,24 @@ class ExtentStore:
             with self._lock:
                 self._lost += gone
 
-    def _recover(self, beat: Beat) -> tuple[list[ExtentInfo], list[SessionRecord]]:
+    def _take(self, beat: Beat) -> Kept:
+        """Recover as the watch does it: again and again. If it fails, nothing stays open, above all no lock, which
+        would keep the next attempt out. Called in the watch's thread."""
+        try:
+            return self._recover(beat)
+        except BaseException:
+            with contextlib.suppress(OSError, sqlite3.Error):
+                self._release()
+            raise
+
+    def _recover(self, beat: Beat) -> Kept:
         self._shards.make_parents()
         self._held.take()
         self._shards.make_all(beat)
         beat()
+        if self._measure is not None:
+            self.capacity_bytes = min(self.capacity_bytes, self._measure())
+            self._space.cap(self.capacity_bytes)
         found = recover(self._index, self._shards, self._opener, beat)
         self.useless.update(found.useless)
         with self._lock:
@@ -336,6 +428,13 @@ class ExtentStore:
         sizes = {extent_id: info.size_bytes for extent_id, info in found.extents.items()}
         self._space.open(sizes, found.foreign, beat)
         return list(found.extents.values()), [record for _, record in found.sessions.values()]
+
+    def _ask(self, beat: Beat) -> None:
+        """Return if the disk answers. Called in the watch's thread. Raises OSError."""
+        if self._shards.has_left():
+            raise OSError(errno.ENODEV, "another file system lies in its place than at the start")
+        newest = [self._shards.path(extent_id) for extent_id in self._space.extent_ids()[-1:]]
+        ask_device(read=newest, write=str(self._shards.root / "asked"), beat=beat, deadline_s=self._deadline_s)
 
     def _release(self) -> None:
         self._index.close()

@@ -13,6 +13,7 @@ from reprise.cache.storage.thread_priority import lower_priority
 
 T = TypeVar("T")
 MAX_WAITING = 256
+_REFUSING_S = 0.2  # longest wait of `close` for threads while calls are refused: some may never come back
 log = logging.getLogger(__name__)
 
 Beat = Callable[[], None]
@@ -47,11 +48,17 @@ class _Job(Generic[T]):
 class IoThreads:
     """A pool of a fixed number of daemon threads. A thread whose work is overdue counts as lost until the work ends.
     When all threads are lost, every call fails at once, so a device that hangs costs its callers no time and no memory.
+    `refuse` makes calls fail at once before that.
     """
 
-    def __init__(self, *, name: str, num_threads: int, deadline_s: float, lower_by: int) -> None:
-        """Start the threads. lower_by: how much lower their priority is, in steps of niceness (`lower_priority`)."""
+    def __init__(
+        self, *, name: str, num_threads: int, deadline_s: float, lower_by: int, on_late: Callable[[str], None]
+    ) -> None:
+        """Start the threads. lower_by: how much lower their priority is, in steps of niceness (`lower_priority`).
+        on_late: called by the caller of work that has become overdue, with words for people."""
         self._lower_by = lower_by
+        self._on_late = on_late
+        self._refusal: str | None = None  # why no call is made now
         self._deadline_s = deadline_s
         self._num_threads = num_threads
         self._lost = 0
@@ -81,6 +88,8 @@ class IoThreads:
         with self._lock:
             if self._closed:
                 raise IoDeadline("closed", began=False)
+            if self._refusal is not None:
+                raise IoDeadline(self._refusal, began=False)
             if self._lost >= self._num_threads or self._num_waiting >= MAX_WAITING:
                 raise IoDeadline(f"{self._lost} of {self._num_threads} I/O threads hang", began=False)
             self._num_waiting += 1
@@ -95,28 +104,41 @@ class IoThreads:
                     raise IoDeadline(f"no I/O thread was free for {self._deadline_s} s", began=False)
                 job.abandoned = True
                 self._lost += 1
-                raise IoDeadline(f"no answer for {self._deadline_s} s", began=True)
+            problem = f"no answer for {self._deadline_s:g} s"
+            self._on_late(problem)
+            raise IoDeadline(problem, began=True)
         if job.error is not None:
             raise job.error
         return job.result  # type: ignore[return-value]
 
+    def refuse(self, why: str | None) -> None:
+        """Fail all calls at once from now on, and those that wait for a thread. None: make calls again."""
+        with self._lock:
+            self._refusal = why
+            if why is not None and not self._closed:
+                self._fail_waiting(why)
+
     def close(self) -> bool:
-        """Fail the calls that wait for a thread, and wait for running ones up to their deadlines. Returns whether all
-        threads have ended."""
+        """Fail the calls that wait for a thread, and wait for running ones up to their deadlines, but not for any that
+        are overdue while calls are refused. Returns whether all threads have ended."""
         with self._lock:
             self._closed = True
-            with contextlib.suppress(Empty):
-                while True:
-                    job = self._jobs.get_nowait()
-                    if job is not None and self._begin(job):
-                        job.error = IoDeadline("closed", began=False)
-                        job.end()
+            self._fail_waiting("closed")
             for _ in self._threads:
                 self._jobs.put(None)
-        until = time.monotonic() + self._deadline_s
+            until = time.monotonic() + (self._deadline_s if self._refusal is None else _REFUSING_S)
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
+
+    def _fail_waiting(self, why: str) -> None:
+        """Fail the calls for which no thread was free yet. Called with the lock held."""
+        with contextlib.suppress(Empty):
+            while True:
+                job = self._jobs.get_nowait()
+                if job is not None and self._begin(job):
+                    job.error = IoDeadline(why, began=False)
+                    job.end()
 
     def _run(self) -> None:
         lower_priority(self._lower_by)

@@ -21,6 +21,7 @@ class Shards:
         self.root, self.own = root, root / fingerprint.hex()
         self._lock = threading.Lock()  # guards what follows; never held during I/O
         self._unsynced: set[str] = set()  # directories in which something was deleted since their last sync
+        self._device: int | None = None  # on which the directory was when it was made or found
 
     def path(self, extent_id: int) -> str:
         """Return the path of an extent's file. Avoids pathlib, whose cost every turn would pay."""
@@ -33,13 +34,31 @@ class Shards:
         _make_directory(str(self.own))
         for directory in (self.root, self.own):
             directory.chmod(0o700)
+        if self._device is None:
+            self._device = self.root.stat().st_dev
+
+    def has_left(self) -> bool:
+        """Return whether another file system than at first lies where the directory is or was, as when a disk is
+        unmounted or pulled out. A directory that was only deleted has not left."""
+        for path in (self.root, *self.root.absolute().parents):
+            try:
+                return path.stat().st_dev != self._device
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            except OSError:
+                return True
+        return True
 
     def make_all(self, beat: Beat) -> None:
-        """Make all shards at once: each would otherwise cost a write like the file's own when it is first used."""
+        """Make all shards at once: each would otherwise cost a write like the file's own when it is first used. A slow
+        disk is not asked for those that are there."""
+        with os.scandir(self.own) as entries:
+            there = {entry.name for entry in entries if entry.is_dir(follow_symlinks=False)}
         made = False
-        for number in range(NUM_SHARDS):
-            beat()
-            made |= _make_directory(f"{self.own}/{number:02x}")
+        for name in (f"{number:02x}" for number in range(NUM_SHARDS)):
+            if name not in there:
+                beat()
+                made |= _make_directory(f"{self.own}/{name}")
         if made:
             sync_directory(self.own)
 

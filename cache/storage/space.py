@@ -37,6 +37,11 @@ class DiskSpace:
             beat()
             self._drop(self._foreign.popleft())
 
+    def cap(self, capacity_bytes: int) -> None:
+        """Lower or raise the cap. Called before `open`."""
+        with self._lock:
+            self._capacity_bytes = capacity_bytes
+
     @property
     def used_bytes(self) -> int:
         with self._lock:

@@ -53,6 +53,8 @@ class DiskLedger:
         self.policy = policy
         self.used_bytes = 0  # after all writes and deletions that were ordered
         self.is_quarantined = False
+        self.problem: str | None = None
+        """Why the disk is not used now, for people; None: it is used. The Hierarchy sets it."""
         self._table, self._stats = table, stats
         self._pinned, self._dirty, self._orders = holds.pinned, holds.dirty, orders
         self._extents: dict[int, _Extent] = {}
@@ -95,8 +97,8 @@ class DiskLedger:
         return extent_id in self._extents
 
     def adopt(self, extent: ExtentInfo, rows: Sequence[BlockRow]) -> None:
-        """Record an extent that was found on disk at the start. Called in order of writing: the newest copy of a block
-        is used."""
+        """Record an extent that was found on disk when it was taken. Called in order of writing: the newest copy of a
+        block is used."""
         self._extents[extent.extent_id] = _Extent({}, extent.size_bytes, len(extent.blocks))
         self.used_bytes += extent.size_bytes
         for index, row in enumerate(rows):
@@ -286,7 +288,7 @@ class DiskLedger:
 
     def go_on(self, now: float) -> None:
         """Try refused deletions again, if some seconds have passed since the disk refused them."""
-        if now >= self._again_s:
+        if now >= self._again_s and self.problem is None:
             undone, self.refused, self._again_s = self.refused, [], math.inf
             for deletion in undone:
                 self._delete(deletion)

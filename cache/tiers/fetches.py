@@ -75,6 +75,8 @@ class Fetches:
         `trim` would evict the excess at once. Returns whether all were fetched."""
         from_disk, from_redis = [], []
         wanted = [row for row in rows if row.is_below_dram and not row.in_dram and row.key not in self._coming]
+        if self._disk.problem is not None:
+            wanted = [row for row in wanted if "disk" not in row.copies]
         num_coded = sum(map(self._form.is_coded_below, wanted))
         if (excess := len(wanted) - num_coded - self._room(coded=False)) > 0:
             self._dram.rows.make_room(excess, newcomer)

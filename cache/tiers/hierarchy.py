@@ -159,6 +159,19 @@ class Hierarchy:
         checksums were right."""
         (self.dram if tier == "dram" else self.disk).quarantine()
 
+    def disk_given_up(self, problem: str) -> None:
+        """Use neither the disk nor what lies on it until `disk_taken`. Blocks leave DRAM without having been written.
+        problem: why, for people."""
+        self.disk.problem = problem
+        self.writes.disk_given_up()
+        self.table.moved()
+
+    def disk_taken(self, capacity_bytes: int) -> None:
+        """Use the disk, which answers."""
+        self.disk.problem, self.disk.capacity_bytes = None, capacity_bytes
+        self.writes.disk_taken()
+        self.table.moved()
+
     def condemn_codec(self) -> None:
         """Stop using the codec in this process."""
         self.form.is_condemned = True

@@ -73,8 +73,9 @@ class WriteBehind:
 
     @property
     def in_flight(self) -> int:
-        """The number of writes under way and of sessions to be recorded; 0 when idle."""
-        return len(self._writes) + len(self.unrecorded)
+        """The number of writes under way and of sessions to be recorded; 0 when idle. What waits for a disk that is not
+        used does not count."""
+        return len(self._writes) + (len(self.unrecorded) if self._disk.problem is None else 0)
 
     def is_writing(self, name: SessionName) -> bool:
         return name in self._writing
@@ -103,13 +104,13 @@ class WriteBehind:
             self.seen = changes
             self._write_blocks(is_running, runners, record, now)
         self._disk.go_on(now)
-        if self.unrecorded:
+        if self.unrecorded and self._disk.problem is None:
             self._record_sessions(is_running, record)
 
     def _may_write(self, now: float) -> bool:
         """Return whether there are blocks to write and nothing forbids it."""
         is_open = self._disk.capacity_bytes and now >= self._retry_s and not self._disk.is_quarantined
-        return bool(is_open and len(self._writes) < _MAX_WRITES and self._dirty.sessions)
+        return bool(is_open and self._disk.problem is None and len(self._writes) < _MAX_WRITES and self._dirty.sessions)
 
     def _write_blocks(self, is_running: IsRunning, runners: int, record: RecordOf, now: float) -> None:
         """Write blocks that turns have left in DRAM, and those of running turns too when slots are scarce."""
@@ -207,6 +208,15 @@ class WriteBehind:
         without having been written. 0: try now."""
         self._retry_s = retry_s
         self._dirty.may_leave = retry_s > 0
+
+    def disk_given_up(self) -> None:
+        """Let blocks leave DRAM without having been written."""
+        self._refused_until(self._retry_s or 1.0)
+
+    def disk_taken(self) -> None:
+        """Write what waits, at once."""
+        self._refused_until(0.0)
+        self._dirty.changes += 1
 
     def _record_sessions(self, is_running: IsRunning, record: RecordOf) -> None:
         """Write the records of changed sessions for which no extent is about to be written. An extent records its

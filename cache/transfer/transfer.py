@@ -25,6 +25,8 @@ from reprise.cache.moves import (
     CapturePiece,
     CopyRows,
     DeleteExtents,
+    DiskGivenUp,
+    DiskTaken,
     EncodeBlocks,
     Event,
     FetchBlocks,
@@ -40,6 +42,7 @@ from reprise.cache.moves import (
     WriteExtent,
 )
 from reprise.cache.rates import LoadProgress
+from reprise.cache.storage.extent_store import ExtentStore, Kept
 from reprise.cache.storage.thread_priority import SAVING, WRITING, lower_priority
 from reprise.cache.transfer.capture import Captured, SavedRows
 from reprise.cache.transfer.device_streams import DeviceStream, DeviceStreams, streams_of
@@ -127,6 +130,15 @@ class Transfer:
         ]
         if slab.num_slots:
             self._start_threads()
+        if disk is not None:
+            disk.listen(partial(self._tell_of_disk, disk))
+
+    def _tell_of_disk(self, disk: ExtentStore, problem: str | None, found: Kept | None) -> None:
+        if problem is not None:
+            self._completions.tell(DiskGivenUp(problem))
+        else:
+            extents, records = (None, ()) if found is None else found
+            self._completions.tell(DiskTaken(disk.capacity_bytes, extents, records))
 
     def _start_threads(self) -> None:
         # Fix this thread's number of threads by reading it: the number that the threads below set for themselves

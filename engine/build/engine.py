@@ -59,6 +59,8 @@ def build_engine(
         room = find_room(config, loaded, probed)
         tiers = build_tiers(config, loaded, probed, room)
         remembered_in = config.cache.disk_dir if ready is None else ready.first_steps
+        if ready is None and tiers.disk_problem is not None:
+            remembered_in = ""  # the directory does not answer
         warm = warm_up(config, loaded, probed, room, tiers, remembered_in=remembered_in)
         build_selector(config, loaded, probed, warm.runner, num_pages=room.num_pages, max_context=room.max_context)
     if ready is None and loaded.device.type == "cpu":
@@ -139,7 +141,10 @@ def _cache(config: EngineConfig, probed: ProbedModel, room: Room, tiers: Tiers, 
         arrived=tiers.arrived,
         progress=tiers.transfer.progress,
     )
-    cache.sessions.restore(tiers.extents, tiers.records, time.monotonic())
+    if tiers.disk_problem is None:
+        cache.sessions.restore(tiers.extents, tiers.records, time.monotonic())
+    else:
+        cache.disk_is_unseen(tiers.disk_problem)
     if probed.codec.is_refused:
         cache.condemn_codec()
     return cache
@@ -215,7 +220,10 @@ def _tier_warnings(config: CacheConfig, tiers: Tiers, hbm_tokens: int, window: i
     if config.mode == "attentionstore":
         if config.dram_bytes != 0:
             warnings += dram_warnings((tiers.dram_slots + tiers.coded_slots) * BLOCK_TOKENS, hbm_tokens, window)
-        if config.disk_bytes is None and not tiers.disk_bytes:
+        if tiers.disk_problem is not None:
+            directory = config.disk_dir
+            warnings.append(f"{directory} is not used yet, and is when it answers: {tiers.disk_problem}")
+        elif config.disk_bytes is None and not tiers.disk_bytes:
             warnings.append("nothing is kept on disk: no space is free above cache.disk_min_free_gib")
     if tiers.has_redis and not tiers.disk_bytes:
         warnings.append("nothing is uploaded to Redis, because uploads come from disk; what others upload is loaded")

@@ -5,14 +5,17 @@ Source: kernel documentation, admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst
 """
 
 import shutil
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import psutil
 
 from reprise.cache.storage.directory import stored_bytes
 
+T = TypeVar("T")
 _GROUPS = Path("/sys/fs/cgroup")
 _OWN = Path("/proc/self/cgroup")
 
@@ -53,6 +56,29 @@ def disk_room(directory: Path, min_free_bytes: int) -> int:
     `min_free_bytes`, plus the bytes that they take already. The directory need not exist yet. Raises OSError."""
     existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
     return max(0, shutil.disk_usage(existing).free + stored_bytes(directory) - min_free_bytes)
+
+
+def within(seconds: float, work: Callable[[], T]) -> T:
+    """Return or raise what `work` does, which asks a disk something and may hang. It runs in a daemon thread. Raises
+    TimeoutError if it takes longer than `seconds`; the thread then stays for as long as the call hangs. For a few calls
+    at a start: `reprise.cache.storage.io_threads` bounds how many threads may hang."""
+    ended = threading.Event()
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(work())
+        except BaseException as error:
+            errors.append(error)
+        ended.set()
+
+    threading.Thread(target=run, name="disk-question", daemon=True).start()
+    if not ended.wait(seconds):
+        raise TimeoutError(f"no answer within {seconds:g} s")
+    if errors:
+        raise errors[0]
+    return results[0]
 
 
 def within_groups(machine: Memory, own: str, root: Path) -> Memory:

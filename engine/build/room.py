@@ -1,7 +1,8 @@
 """Finds how much KV an engine has room for: its context window, its pages in HBM, and the sizes that the settings leave
 open."""
 
-from dataclasses import dataclass
+import logging
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +10,19 @@ import torch
 
 from reprise.cache.blocks.keys import BLOCK_TOKENS
 from reprise.cache.storage.directory import stored_bytes
+from reprise.cache.storage.disk_watch import is_mistake
 from reprise.cache.storage.slab import LayerShape, row_segments
 from reprise.engine.build.model import LoadedModel, ProbedModel
-from reprise.engine.build.resources import disk_room
+from reprise.engine.build.resources import disk_room, within
 from reprise.engine.build.sizes import LEAST_PAGES, Sizes, automatic_sizes, coding_bytes, parking_pages
 from reprise.engine.config import CacheConfig, EngineConfig
 from reprise.engine.model.loading import ModelRefused, rope_limit
 from reprise.engine.ranks.names import rank_directory
 
+log = logging.getLogger(__name__)
+
+_PATIENCE_S = 5.0  # longest wait for the disk to say how much room it has
+_UNKNOWN_BYTES = 1 << 62  # stands for the room of a disk that does not answer, until it does
 DRAM_FREE_BUFFER = 0.1  # share of DRAM that is kept free in the background
 
 
@@ -29,6 +35,7 @@ class Room:
     warnings: tuple[str, ...]  # texts for people
     ring_pages: int = 0  # pages through which contexts larger than HBM are read; 0: there are none
     most_pages: int = 0  # pages for such a context
+    disk_is_known: bool = True  # False: the disk did not say how large it is; `automatic` has the most that can be
 
 
 def find_room(config: EngineConfig, loaded: LoadedModel, probed: ProbedModel) -> Room:
@@ -40,10 +47,11 @@ def find_room(config: EngineConfig, loaded: LoadedModel, probed: ProbedModel) ->
     projection_bytes = 0 if probed.codec.projection is None else probed.codec.projection.weight_bytes
     window = _window(config.model.max_context, loaded.text, warnings)
     coding = coding_of(config.cache, loaded, probed)
+    disk_bytes = _disk_room(config.cache, loaded.num_ranks)
     automatic = automatic_sizes(
         memory=loaded.free_bytes,
         device_memory=loaded.num_ranks * torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None,
-        disk=_disk_room(config.cache, loaded.num_ranks),
+        disk=_UNKNOWN_BYTES if disk_bytes is None else disk_bytes,
         weights=loaded.dram_weight_bytes + (loaded.hbm_weight_bytes if on_cpu else 0) + projection_bytes,
         kv_bytes_per_token=probed.hbm_bytes_per_token,
         stored_bytes_per_token=probed.stored_bytes_per_token,
@@ -53,9 +61,11 @@ def find_room(config: EngineConfig, loaded: LoadedModel, probed: ProbedModel) ->
     )
     automatic_tokens = automatic.hbm // probed.hbm_bytes_per_token
     if config.cache.larger_than_hbm:
-        return _with_parking(config, probed, automatic, coding, window, warnings)
-    num_pages, window = _num_pages(config.cache.hbm_tokens, automatic_tokens, probed.page_size, window, warnings)
-    return Room(window, num_pages, automatic, coding, tuple(warnings))
+        room = _with_parking(config, probed, automatic, coding, window, warnings)
+    else:
+        num_pages, window = _num_pages(config.cache.hbm_tokens, automatic_tokens, probed.page_size, window, warnings)
+        room = Room(window, num_pages, automatic, coding, tuple(warnings))
+    return replace(room, disk_is_known=disk_bytes is not None)
 
 
 def coding_of(config: CacheConfig, loaded: LoadedModel, probed: ProbedModel) -> int:
@@ -67,16 +77,23 @@ def coding_of(config: CacheConfig, loaded: LoadedModel, probed: ProbedModel) -> 
     return coding_bytes(row_segments(shapes, loaded.dtype), coded)
 
 
-def _disk_room(config: CacheConfig, num_ranks: int) -> int:
+def _disk_room(config: CacheConfig, num_ranks: int) -> int | None:
     """Return the bytes that cache files may take, if the config leaves the disk's size open; 0 if it does not, or the
-    disk is not used."""
+    disk is not used; None if the disk does not answer within _PATIENCE_S. Raises ModelRefused."""
     if config.disk_bytes is not None or config.mode != "attentionstore":
         return 0
-    try:
+
+    def measured() -> int:
         others = sum(stored_bytes(Path(rank_directory(config.disk_dir, rank))) for rank in range(1, num_ranks))
         return others + disk_room(Path(config.disk_dir), config.disk_min_free_bytes)
-    except OSError as error:
-        raise ModelRefused(f"the cache directory {config.disk_dir} cannot be used: {error}") from error
+
+    try:
+        return within(_PATIENCE_S, measured)
+    except (OSError, TimeoutError) as error:
+        if num_ranks > 1 or is_mistake(error):
+            raise ModelRefused(f"the cache directory {config.disk_dir} cannot be used: {error}") from error
+        log.warning("the cache directory %s does not say how much room it has: %s", config.disk_dir, error)
+        return None
 
 
 def _window(wanted: int, text: Any, warnings: list[str]) -> int:

@@ -17,7 +17,7 @@ _SHARE, _PINNED_SHARE = 0.5, 0.4
 # Shares of the same memory. On CPU the pool of HBM lies in it too; it is small, as it is no faster than DRAM there.
 _HBM_SHARE, _STAGING_SHARE = 0.15, 0.05
 _DEVICE_SHARE = 0.85  # share of the accelerator's memory that the weights leave free
-_DISK_SHARE = 0.25
+DISK_SHARE = 0.25
 _ENCODING_STREAMS = 2  # encodings at once: one for DRAM, one for the disk
 # Windows in HBM: two, and for small models as many as fit into memory that any machine can spare.
 _HBM_WINDOWS, _HBM_LEAST_CAP = 2, 2 * _GIB
@@ -87,7 +87,7 @@ def automatic_sizes(
         hbm=hbm,
         dram=max(0, min(dram - staging - coding, most)),
         staging=staging,
-        disk=min(int(_DISK_SHARE * disk), most),
+        disk=min(int(DISK_SHARE * disk), most),
     )
 
 

@@ -13,7 +13,7 @@ from reprise.cache.blocks.stored import ExtentInfo, SessionRecord
 from reprise.cache.rates import Rates
 from reprise.cache.storage.directory_lock import DirectoryLocked
 from reprise.cache.storage.extent_format import ExtentForm, SegmentSizes, record_key
-from reprise.cache.storage.extent_store import ExtentStore
+from reprise.cache.storage.extent_store import ExtentStore, Kept
 from reprise.cache.storage.first_touch import FirstTouch
 from reprise.cache.storage.redis.extents import RedisExtents
 from reprise.cache.storage.slab import CodedSlab, LayerShape, Slab, row_segments
@@ -23,9 +23,9 @@ from reprise.cache.transfer.stores import Links, Stores
 from reprise.cache.transfer.transfer import Transfer
 from reprise.engine.build.link import decoding, link_rates
 from reprise.engine.build.model import LoadedModel, ProbedModel, dram_link
-from reprise.engine.build.resources import memory
+from reprise.engine.build.resources import disk_room, memory
 from reprise.engine.build.room import Room
-from reprise.engine.build.sizes import Sizes
+from reprise.engine.build.sizes import DISK_SHARE, Sizes
 from reprise.engine.codec.activation import KvProjection
 from reprise.engine.config import EngineConfig
 from reprise.engine.model.loading import ModelRefused
@@ -36,6 +36,7 @@ from reprise.kernels.attention.ragged_batch import KvPages
 
 log = logging.getLogger(__name__)
 
+_PATIENCE_S = 5.0  # longest wait of a start for the disk; then it goes on without it
 _LEAST_STAGING_SLOTS = 16  # least automatic staging: some slots for reads, writes and computed blocks each
 _MAX_DRAM_SHARE = 0.8  # largest share of all memory
 _BACKLOG_BYTES = 256 << 20  # most KV of steps that is not saved yet
@@ -72,6 +73,7 @@ class Tiers:
     first_touch: FirstTouch
     extents: Sequence[ExtentInfo]  # found on disk
     records: Sequence[SessionRecord]
+    disk_problem: str | None  # why the disk is not used yet; None: it is, or there is none
 
     def arrived(self, job_id: int) -> float:
         """Return the share of a load, from 0 to 1, that is in HBM. job_id: the load's id."""
@@ -99,11 +101,16 @@ def build_tiers(
     shapes = _stored_shapes(probed)
     segment_bytes = row_segments(shapes, loaded.dtype)
     disk: ExtentStore | None = None
-    extents: Sequence[ExtentInfo] = ()
-    records: Sequence[SessionRecord] = ()
+    found: Kept | None = [], []
+    disk_problem = None
     if disk_bytes:
-        disk = _disk(config, loaded, probed, segment_bytes, disk_bytes)
-        extents, records = _opened(disk, cache.disk_dir)
+        measure = None if room.disk_is_known else functools.partial(_automatic_disk, config)
+        disk = _disk(config, loaded, probed, segment_bytes, disk_bytes, measure)
+        patience_s = min(_PATIENCE_S, config.experiment.io_deadline_s) if loaded.num_ranks == 1 else None
+        found = _opened(disk, cache.disk_dir, patience_s)
+        disk_problem = None if found is not None else disk.problem or "it has just begun to answer"
+        disk_bytes = disk.capacity_bytes * loaded.num_ranks if measure is not None else disk_bytes
+    extents, records = found or ((), ())
     coded_bytes = 0 if probed.codec.is_refused else sum(probed.coded_segment_bytes or ())
     dram_slots, coded_slots = split_dram(dram_bytes, slot_bytes, coded_bytes, mean_session_blocks(extents))
     slab = Slab(
@@ -152,6 +159,7 @@ def build_tiers(
         first_touch=FirstTouch(pages=pages, slab=slab),
         extents=extents,
         records=records,
+        disk_problem=disk_problem,
     )
 
 
@@ -200,6 +208,7 @@ def _disk(
     probed: ProbedModel,
     segment_bytes: Sequence[int],
     capacity_bytes: int,
+    measure: Callable[[], int] | None,
 ) -> ExtentStore:
     cache, experiment, num_ranks = config.cache, config.experiment, loaded.num_ranks
     return ExtentStore(
@@ -211,6 +220,7 @@ def _disk(
         write_bytes_per_s=experiment.disk_gbps / num_ranks * _GB,
         deadline_s=experiment.io_deadline_s,
         owner=f"a running server (pid {os.getppid()})",  # the process to stop is the app, not its engine
+        measure=measure,
     )
 
 
@@ -238,16 +248,26 @@ def _redis(config: EngineConfig, probed: ProbedModel, segment_bytes: Sequence[in
         raise ModelRefused(f"cache.redis_url: {error}") from error
 
 
-def _opened(disk: ExtentStore, directory: str) -> tuple[Sequence[ExtentInfo], Sequence[SessionRecord]]:
-    """Open the disk and return the extents and sessions that it has kept. Raises ModelRefused."""
+def _automatic_disk(config: EngineConfig) -> int:
+    """Return the automatic size of the disk tier. Raises OSError."""
+    return int(DISK_SHARE * disk_room(Path(config.cache.disk_dir), config.cache.disk_min_free_bytes))
+
+
+def _opened(disk: ExtentStore, directory: str, patience_s: float | None) -> Kept | None:
+    """Open the disk and return the extents and sessions that it has kept; None if it does not answer within
+    `patience_s` seconds in all, or fails: it is taken when it answers. patience_s: None for a rank of several, whose
+    extents count only if all ranks have them: it waits for the disk as long as each step of that is in time, and
+    without the disk there is no engine. Raises ModelRefused."""
     try:
-        extents, records = disk.open()
+        found = disk.open() if patience_s is None else disk.open_in_time(patience_s)
     except DirectoryLocked as error:
         raise ModelRefused(f"{error}; stop it, or give this server another cache.disk_dir") from error
     except OSError as error:
         raise ModelRefused(f"the cache directory {directory} cannot be used: {error}") from error
-    log.debug("disk: %d extents, %d sessions found", len(extents), len(records))
-    return extents, records
+    if found is not None:
+        extents, records = found
+        log.debug("disk: %d extents, %d sessions found", len(extents), len(records))
+    return found
 
 
 def _check_memory(num_bytes: int) -> None:

@@ -14,6 +14,7 @@ from reprise.app.errors import ApiError, unavailable
 from reprise.app.http.event_stream import send_within
 from reprise.fleet.gateway.finder import Finder
 from reprise.fleet.gateway.http_client import Connection, ReplicaFailed
+from reprise.fleet.gateway.plain_stream import PlainStream, error_event, is_event_stream
 from reprise.fleet.gateway.replicas import Replicas
 from reprise.fleet.gateway.turn import LONG_BODY_BYTES, Headers, forwarded, returned, target_of
 from reprise.fleet.identify import read_body
@@ -73,7 +74,7 @@ class Passing:
                     raise _unknown() from None
                 continue
             try:
-                await self._copy(connection, send)
+                await self._copy(request.url.path, connection, send)
             finally:
                 replica.give_back(connection)
             return
@@ -127,13 +128,23 @@ class Passing:
             return self._finder.runs_at(_first(path, RESPONSES))
         return await self._finder.home_of(tenant, _first(path, SESSIONS)) if path.startswith(SESSIONS) else None
 
-    async def _copy(self, connection: Connection, send: Send) -> None:
+    async def _copy(self, path: str, connection: Connection, send: Send) -> None:
         # A length stays: without one, an answer to HEAD would be given chunks.
         lengths = [(name, value) for name, value in connection.headers if name == b"content-length"]
         headers = [*returned(connection.headers), *lengths]
         await send({"type": "http.response.start", "status": connection.status, "headers": headers})
-        while data := await connection.read():
-            await send_within(send, data)
+        # A background response can be followed by its events.
+        is_answer = path.startswith(RESPONSES) and not lengths and is_event_stream(connection.headers)
+        stream = PlainStream(path) if is_answer and connection.status == 200 else None
+        try:
+            while data := await connection.read():
+                if whole := data if stream is None else stream.feed(data):
+                    await send_within(send, whole)
+        except ReplicaFailed:
+            if stream is None or stream.is_ragged:
+                raise
+        if stream is not None:
+            await send_within(send, stream.rest() if stream.is_over else error_event(path, _broken_off()))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
@@ -179,6 +190,11 @@ def no_replica() -> ApiError:
 def _unknown() -> ApiError:
     message = "The server that had this request is gone; what was asked for may have been done."
     return ApiError(502, message, code="replica_lost")
+
+
+def _broken_off() -> ApiError:
+    message = "The server that gave this answer is gone; ask for the response again."
+    return unavailable(message, code="replica_lost", retry_after_s=1.0)
 
 
 def _said(body: bytes) -> Any:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import msgspec
 from starlette.types import Send
 
-from reprise.app.errors import ANTHROPIC_PATH, OVERLOADED_HEADER, ApiError, unavailable
+from reprise.app.errors import OVERLOADED_HEADER, ApiError, unavailable
 from reprise.app.http.event_stream import send_within
 from reprise.fleet.gateway.allowances import Admission
 from reprise.fleet.gateway.finder import Finder, Found, Route
@@ -22,6 +22,7 @@ from reprise.fleet.gateway.held_bytes import Lease
 from reprise.fleet.gateway.http_client import Connection, ReplicaFailed
 from reprise.fleet.gateway.metrics import Metrics, Resumed
 from reprise.fleet.gateway.passing import no_replica
+from reprise.fleet.gateway.plain_stream import PlainStream, error_event, is_event_stream
 from reprise.fleet.gateway.replicas import Replicas
 from reprise.fleet.gateway.turn import Headers, Turn, returned
 from reprise.fleet.identify import CHAIN_HEADER, SESSION_HEADER
@@ -223,6 +224,9 @@ class Relay:
     async def _plain(self, connection: Connection) -> None:
         """Send an answer that is not a relayed stream to the client when it is complete, so that it can be retried
         until then. One that is too long to be stored, or is a stream, is sent as it arrives."""
+        if connection.status == 200 and is_event_stream(connection.headers):
+            await self._plain_stream(connection)
+            return
         is_stream = any(name == b"content-type" and b"event-stream" in value for name, value in connection.headers)
         parts: list[bytes] = []
         size = 0
@@ -243,6 +247,32 @@ class Relay:
         await self._admission.leave()
         await self._begin(connection, [(b"content-length", b"%d" % len(body))])
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
+
+    async def _plain_stream(self, connection: Connection) -> None:
+        """Send a stream that is not relayed in frames to the client as it arrives. If it breaks off after the client's
+        first byte, or ends without its last event, an error event ends it."""
+        stream = PlainStream(self._turn.path)
+        try:
+            while data := await connection.read():
+                if whole := stream.feed(data):
+                    self._is_passed = True
+                    await self._forward(connection, whole)
+        except ReplicaFailed as error:
+            if not self._is_passed or stream.is_ragged:
+                raise
+            log.warning("a stream for request %s broke off: %s", self._turn.request_id, error)
+            if not stream.is_over:
+                await self._pass(error_event(self._turn.path, _lost()))
+        else:
+            if not self._is_passed:
+                raise ReplicaFailed("its stream has no event", was_asked=True)
+            if stream.is_over:
+                await self._pass(stream.rest())
+            elif stream.is_ragged:
+                raise ReplicaFailed("its stream ended inside an event", was_asked=True)
+            else:
+                await self._pass(error_event(self._turn.path, _lost()))
+        await self._end()
 
     # --- what the client gets -----------------------------------------------------------------------------------------
 
@@ -335,7 +365,7 @@ class Relay:
         """Tell the client that no replica could answer."""
         if self._has_begun:
             self._metrics.resumed(Resumed.LOST, self._clock() - self._broke_s)
-            await self._pass(self._broken_events or _error_event(self._turn.path, _lost()))
+            await self._pass(self._broken_events or error_event(self._turn.path, _lost()))
             await self._end()
             return
         refusal = self._refusal
@@ -358,16 +388,6 @@ async def _whole(connection: Connection, most: int) -> bytes:
 
 def _route_header(route: Route) -> bytes:
     return f"replica={route.replica}; route={route.route}{'; why=' + route.why if route.why else ''}".encode()
-
-
-def _error_event(path: str, error: ApiError) -> bytes:
-    """Return the last event of a stream that breaks, in the form for clients of `path`."""
-    if path.startswith(ANTHROPIC_PATH):
-        return b"event: error\ndata: " + error.anthropic_body() + b"\n\n"
-    if path == "/v1/responses":
-        told = {"type": "error", "code": error.code, "message": error.message, "param": None}
-        return b"event: error\ndata: " + msgspec.json.encode(told) + b"\n\n"
-    return b"data: " + error.body() + b"\n\n"
 
 
 def _lost() -> ApiError:

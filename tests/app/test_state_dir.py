@@ -1,15 +1,28 @@
 import asyncio
+import errno
 import os
 import shutil
 import stat
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from reprise.app.main import create_app
-from reprise.app.state_dir import DamagedSecret, SecretKeeper, load_tenant_secret, read_tenant_secret, weakness
-from tests.app.fakes import FakeEngine, make_settings, until
+from reprise.app import state_dir
+from reprise.app.main import create_app, make_engine
+from reprise.app.state_dir import (
+    DamagedSecret,
+    SecretKeeper,
+    StateDir,
+    load_tenant_secret,
+    open_state_dir,
+    read_tenant_secret,
+    weakness,
+)
+from tests.app.fakes import FakeEngine, in_process, make_settings, until
 
 
 def test_the_secret_survives_and_is_ours_alone(tmp_path):
@@ -107,3 +120,120 @@ def test_what_holds_no_secret_is_refused(tmp_path, text):
         load_tenant_secret(tmp_path / "state", file)
     with pytest.raises(FileNotFoundError):
         load_tenant_secret(tmp_path / "state", tmp_path / "none")
+
+
+@pytest.fixture
+def hung(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """A disk on which nothing is found, because every look hangs until the event is set."""
+    mended = threading.Event()
+
+    def hanging(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if threading.current_thread().name == "disk-question" and not mended.is_set():
+                mended.wait()
+                raise OSError(errno.EIO, "nobody waits for this any more")
+            return real(*args, **kwargs)
+
+        return call
+
+    for name in ("stat", "mkdir", "open"):
+        monkeypatch.setattr(os, name, hanging(getattr(os, name)))
+    monkeypatch.setattr(state_dir, "PATIENCE_S", 0.1)
+    yield mended
+    mended.set()
+
+
+def test_beside_a_state_directory_that_hangs_a_process_has_a_temporary_one(
+    tmp_path: Path, hung: threading.Event, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = open_state_dir(tmp_path / "state")
+    assert (state.path.is_dir(), state.path.is_relative_to(tmp_path)) == (True, False)
+    assert (len(state.secret), state.is_own_secret) == (32, False)
+    assert state.problem is not None
+    assert f"{tmp_path / 'state'} does not answer" in state.problem
+    assert state.problem in caplog.text
+    shutil.rmtree(state.path)
+
+
+def test_a_secret_that_lies_elsewhere_stays(tmp_path: Path, hung: threading.Event) -> None:
+    file = tmp_path / "secret"
+    file.write_bytes(bytes(range(32)))
+    state = open_state_dir(tmp_path / "state", file)
+    assert (state.secret, state.is_own_secret) == (bytes(range(32)), True)
+    assert state.problem is not None
+    shutil.rmtree(state.path)
+    with pytest.raises(FileNotFoundError):
+        open_state_dir(tmp_path / "state", tmp_path / "none")
+
+
+async def test_a_server_answers_beside_a_state_directory_that_hangs(
+    tmp_path: Path, model_dir: Path, hung: threading.Event
+) -> None:
+    settings = make_settings(tmp_path / "state")
+    async with in_process(FakeEngine(directory=model_dir), settings) as running:
+        assert (await running.chat()).status_code == 200
+        assert not (tmp_path / "state").exists()
+        shown = running.app.state.state_dir
+        assert shown.problem is not None
+    assert not (tmp_path / "state").exists()
+
+
+@pytest.mark.parametrize("code", [errno.EROFS, errno.ENOSPC])
+def test_a_secret_that_cannot_be_written_yet_is_written_when_it_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(code, os.strerror(code))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("reprise.app.state_dir._publish", refuse)
+        state = open_state_dir(tmp_path / "state")
+        assert (state.path, state.problem, state.is_own_secret) == (tmp_path / "state", None, True)
+    SecretKeeper(state.path, state.secret).look()
+    assert open_state_dir(tmp_path / "state").secret == state.secret
+
+
+@pytest.mark.parametrize(("code", "is_told"), [(errno.EIO, False), (errno.ESTALE, False), (errno.EACCES, True)])
+def test_a_disk_that_fails_is_done_without_and_missing_rights_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, is_told: bool
+) -> None:
+    def refuse(*_: Any, **__: Any) -> bytes:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr("reprise.app.state_dir.read_tenant_secret", refuse)
+    if is_told:
+        with pytest.raises(PermissionError):
+            open_state_dir(tmp_path)
+        return
+    state = open_state_dir(tmp_path)
+    assert state.problem is not None
+    assert os.strerror(code) in state.problem
+    shutil.rmtree(state.path)
+
+
+def test_without_the_installations_secret_the_engine_has_no_disk(tmp_path: Path) -> None:
+    settings = make_settings(tmp_path / "state", cache={"disk_gib": 1})
+    config = make_engine(settings, StateDir(tmp_path / "other", bytes(32), "it hangs", is_own_secret=False))._config
+    assert (config.cache.disk_bytes, config.cache.disk_dir) == (0, str(tmp_path / "other"))
+    config = make_engine(settings, StateDir(tmp_path / "other", bytes(32), "it hangs"))._config
+    assert (config.cache.disk_bytes, config.cache.disk_dir) == (1 << 30, str(tmp_path / "state"))
+
+
+def test_beside_a_disk_that_hangs_when_it_is_written_the_secret_is_the_installations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secret = load_tenant_secret(tmp_path)
+    mended, real = threading.Event(), os.fsync
+
+    def hanging(descriptor: int) -> None:
+        mended.wait()
+        real(descriptor)
+
+    monkeypatch.setattr(state_dir, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(os, "fsync", hanging)
+    state = open_state_dir(tmp_path)
+    mended.set()
+    assert (state.secret, state.is_own_secret, state.path == tmp_path) == (secret, True, False)
+    assert state.problem is not None
+    assert "stored KV is used when it answers" in state.problem
+    shutil.rmtree(state.path)

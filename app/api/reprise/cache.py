@@ -48,6 +48,7 @@ async def stats(request: Request) -> dict[str, Any]:
         "mode": settings_of(request).cache.mode,
         "sessions": stats.sessions,
         "tiers": tiers_of(stats, model),
+        "problems": stats.tier_problems,
         "prompt_tokens": prompt_tokens,
         "hit_rate": round(1 - prompt_tokens["computed"] / total, 6) if total else None,
         "hit_rates": {tier: round(n / total, 6) if total else None for tier, n in prompt_tokens.items()},

@@ -29,6 +29,9 @@ async def health(request: Request) -> dict[str, Any]:
     if status in (Status.FAILED, Status.STOPPED):
         raise unavailable(f"The engine is {status}.", code=str(status), retry_after_s=60.0)
     answer = {"status": "ok", "engine": str(status)}
+    stats = engine_of(request).stats
+    if stats is not None and stats.tier_capacity.get("disk"):
+        answer["disk"] = "away" if "disk" in stats.tier_problems else "used"  # without it, KV is computed again
     if isinstance(store := request.app.state.responses.store, RedisStore):
         answer["redis"] = store.state  # without Redis, answers still work; stored responses do not
     return answer

@@ -1,6 +1,8 @@
+import errno
 import json
 import os
 import socket
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -322,3 +324,23 @@ def test_packed_weights_are_multiplied_in_bf16_where_the_processor_can(
 ) -> None:
     monkeypatch.setattr(doctor, "_cpu_flags", lambda: flags)
     assert doctor._stays_packed(Settings(model={"weights": form}), described) is stays
+
+
+def test_a_disk_that_hangs_does_not_hold_it_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mended = threading.Event()
+    monkeypatch.setattr(doctor, "STATE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(doctor, "_state", lambda *_: [mended.wait()])
+    finding = look(tmp_path)["state"]
+    mended.set()
+    assert (finding.level, finding.found) == (Level.WARN, f"{tmp_path / 'state'} does not answer")
+    assert "when it answers" in finding.advice
+
+
+def test_a_disk_that_fails_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*_: object) -> list[Finding]:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(doctor, "_state", failing)
+    finding = look(tmp_path)["state"]
+    assert finding.level is Level.WARN
+    assert "Input/output error" in finding.found

@@ -221,6 +221,17 @@ def test_the_plan_says_what_packed_pages_hold_and_change():
     assert "3,000 tokens" in rows["KV in DRAM"]
 
 
+def test_the_panel_says_what_is_not_used():
+    console = Console(record=True, width=140, file=open(os.devnull, "w"))  # noqa: SIM115
+    model, problem = model_info(Path()), "/var/cache does not answer (no answer within 5 s): until a restart"
+    shown = panel(Settings(), model, "http://h", keys=0, sampling=SamplingDefaults(), state_problem=problem)
+    console.print(shown)
+    text = console.export_text()
+    console.file.close()
+    assert "warning" in text
+    assert problem in text
+
+
 def test_the_plan_counts_coded_tokens_as_they_lie():
     console = Console(record=True, width=140, file=open(os.devnull, "w"))  # noqa: SIM115
     plan = {"weights": 1 << 30, "hbm": 1 << 30, "dram": 1 << 30, "staging": 1 << 20, "disk": 1 << 30, "coding": 1 << 29}

@@ -1,5 +1,7 @@
 """Tests what becomes of a request that is no turn when replicas leave, hang or break off: on real sockets."""
 
+import json
+
 import pytest
 
 from reprise.fleet.gateway import passing
@@ -123,3 +125,35 @@ async def test_an_answer_that_breaks_off_does_so_for_the_client():
     async with fleet(a=cut_in_the_middle) as whole:
         answer, data, is_whole = await whole.stream({}, path="/v1/conversations")
         assert (answer.status_code, data, is_whole) == (200, b'{"object":"list",', False)
+
+
+PIECE = b'event: response.output_text.delta\ndata: {"type":"response.output_text.delta"}\n\n'
+COMPLETED = b'event: response.completed\ndata: {"type":"response.completed"}\n\n'
+
+
+@pytest.mark.parametrize("end", ["it breaks", "it ends early", "it is whole"])
+async def test_the_events_of_a_background_response_end_with_an_error_where_they_break(end):
+    async def events(asked: Asked) -> None:
+        await asked.open_stream()
+        await asked.chunk(PIECE, pause_s=0.02)
+        if end == "it breaks":
+            await asked.chunk(PIECE[:-9], pause_s=0.02)
+            asked.cut()
+            return
+        if end == "it is whole":
+            await asked.chunk(COMPLETED)
+        await asked.end_stream()
+
+    async with (
+        fleet(a=events) as whole,
+        whole.client.stream("GET", "/v1/responses/resp_1", params={"stream": "true"}) as answer,
+    ):
+        data = b"".join([chunk async for chunk in answer.aiter_raw()])
+    assert data.startswith(PIECE)
+    rest = data[len(PIECE) :]
+    if end == "it is whole":
+        assert rest == COMPLETED
+    else:
+        name, told = rest.removesuffix(b"\n\n").split(b"\n")
+        assert name == b"event: error"
+        assert json.loads(told.removeprefix(b"data: "))["code"] == "replica_lost"

@@ -387,17 +387,90 @@ async def test_a_silent_stream_is_left(monkeypatch):
         assert data.startswith(WHOLE)
 
 
-async def test_a_stream_that_is_none_of_ours_breaks_where_its_replica_does():
+MESSAGE = b'event: content_block_delta\ndata: {"type":"content_block_delta"}\n\n'
+PIECE = b'event: response.output_text.delta\ndata: {"type":"response.output_text.delta"}\n\n'
+# path, an event of its streams, the end of a whole stream
+APIS = [
+    ("/v1/chat/completions", event("one "), b"data: [DONE]\n\n"),
+    ("/v1/responses", PIECE, b'event: response.completed\ndata: {"type":"response.completed"}\n\n'),
+    ("/v1/messages", MESSAGE, b'event: message_stop\ndata: {"type":"message_stop"}\n\n'),
+]
+
+
+async def cut_off(asked: Asked) -> None:
+    asked.cut()
+
+
+async def ended_early(asked: Asked) -> None:
+    await asked.end_stream()
+
+
+def check_error_event(path: str, data: bytes) -> None:
+    """Check that these bytes are one error event, in the form of the API at `path`."""
+    *named, told = data.removesuffix(b"\n\n").split(b"\n")
+    said = json.loads(told.removeprefix(b"data: "))
+    if path == "/v1/chat/completions":
+        assert (named, said["error"]["code"]) == ([], "replica_lost")
+    elif path == "/v1/responses":
+        assert (named, said["type"], said["code"]) == ([b"event: error"], "error", "replica_lost")
+    else:
+        assert (named, said["type"], said["error"]["type"]) == ([b"event: error"], "error", "overloaded_error")
+
+
+@pytest.mark.parametrize("end", [cut_off, ended_early])
+@pytest.mark.parametrize(("path", "piece", "last"), APIS)
+async def test_a_stream_that_is_none_of_ours_ends_with_an_error_where_its_replica_breaks(path, piece, last, end):
     async def plain_stream(asked: Asked) -> None:
         await asked.open_stream()
-        await asked.chunk(event("one "), pause_s=0.02)
-        asked.cut()
+        await asked.chunk(piece, pause_s=0.02)
+        await asked.chunk(piece[:-9], pause_s=0.02)  # the client gets no part of an event
+        await end(asked)
 
     async with fleet(a=plain_stream, b=one_answer) as whole:
-        _, data, is_whole = await whole.stream(**at_home(whole))
-        assert not is_whole
-        assert data == event("one ")
+        _, data, is_whole = await whole.stream(path=path, **at_home(whole))
+        assert is_whole
+        assert data.startswith(piece)
+        check_error_event(path, data[len(piece) :])
+        assert last not in data
         assert whole.replicas["b"].asked == []
+
+
+@pytest.mark.parametrize(("path", "piece", "last"), APIS)
+async def test_a_whole_stream_that_is_none_of_ours_comes_as_it_is(path, piece, last):
+    async def plain_stream(asked: Asked) -> None:
+        await asked.open_stream()
+        for at in range(0, len(piece + last), 7):
+            await asked.chunk((piece + last)[at : at + 7])
+        await asked.end_stream()
+
+    async with fleet(a=plain_stream) as whole:
+        _, data, is_whole = await whole.stream(path=path, **at_home(whole))
+        assert (data, is_whole) == (piece + last, True)
+
+
+@pytest.mark.parametrize("end", [cut_off, ended_early])
+async def test_a_stream_without_an_event_is_tried_elsewhere(end):
+    async def no_event(asked: Asked) -> None:
+        await asked.open_stream()
+        await asked.chunk(b"data: {")
+        await end(asked)
+
+    async with fleet(a=no_event, b=one_answer) as whole:
+        _, data, is_whole = await whole.stream(**at_home(whole))
+        assert is_whole
+        assert data.startswith(WHOLE)
+
+
+async def test_a_stream_that_breaks_in_an_event_too_long_to_hold_breaks():
+    async def long_event(asked: Asked) -> None:
+        await asked.open_stream()
+        for _ in range(3):
+            await asked.chunk(b"x" * (1 << 19), pause_s=0.01)
+        asked.cut()
+
+    async with fleet(a=long_event, b=one_answer) as whole:
+        _, _, is_whole = await whole.stream(**at_home(whole))
+        assert not is_whole
 
 
 async def test_the_end_of_a_whole_answer_may_be_lost():

@@ -119,3 +119,16 @@ async def test_without_keys_the_queue_is_open(engine: FakeEngine, tmp_path):
     async with in_process(engine, make_settings(tmp_path)) as running:
         engine.state = "restarting"
         assert (await running.http.get("/v1/scheduler")).status_code == 503
+
+
+async def test_a_disk_that_does_not_answer_is_told(running: Running):
+    """The state needs no key; the reason, which may name a directory, is for those who may see the cache."""
+    assert (await running.http.get("/health")).json()["disk"] == "used"
+    assert (await running.http.get("/v1/cache/stats")).json()["problems"] == {}
+    used = ("reprise_tier_used", (("tier", "disk"),))
+    assert samples((await running.http.get("/metrics")).text)[used] == 1
+    assert running.engine.stats is not None
+    running.engine.stats = msgspec.structs.replace(running.engine.stats, tier_problems={"disk": "no answer for 5 s"})
+    assert (await running.http.get("/health")).json() == {"status": "ok", "engine": "ready", "disk": "away"}
+    assert (await running.http.get("/v1/cache/stats")).json()["problems"] == {"disk": "no answer for 5 s"}
+    assert samples((await running.http.get("/metrics")).text)[used] == 0
