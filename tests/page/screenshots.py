@@ -18,7 +18,7 @@ from tests.page.browser import chromium, open_live, send
 
 DOCS = ROOT / "docs"
 TURNS = ["What is the capital of France?", "What is it famous for?", "Name one museum there.", "What can I see in it?"]
-SETTINGS = {"cache.redis_gib": 0.25, "cache.hbm_tokens": 4096}
+FLEET_SETTINGS = {"cache.redis_gib": 0.25, "cache.hbm_tokens": 4096}
 NAMES = ("lighthouse", "harbour", "island")
 OTHERS = 14  # conversations that run meanwhile, so that there is something to see
 WORDS = "Tell me everything you know about music, dogs, summer and the sea. "
@@ -64,7 +64,7 @@ def fleet_picture() -> None:
     """Three replicas, of which one is killed while it answers."""
     with (
         tempfile.TemporaryDirectory() as directory,
-        fleet_processes(Path(directory), *NAMES, settings=SETTINGS) as fleet,
+        fleet_processes(Path(directory), *NAMES, settings=FLEET_SETTINGS) as fleet,
         chromium() as browser,
     ):
         page = browser.new_context(viewport={"width": 1440, "height": 1180}, color_scheme="light").new_page()
