@@ -2,21 +2,21 @@
 
 import * as address from "./address.js";
 import { apiKey, deleteSession, expectTurn, models } from "./api.js";
-import { bring } from "./bring.js";
 import { Chat } from "./chat.js";
 import { Composer, forget as forgetDraft } from "./composer.js";
 import { icon } from "./dom.js";
-import { Fleet } from "./fleet.js";
 import { Joined } from "./joined.js";
 import { Live } from "./live.js";
 import { NARROW, Panels } from "./panels.js";
-import { askKey, confirmDelete, editOptions } from "./settings.js";
 import { ServerList } from "./server_list.js";
 import { Sidebar } from "./sidebar.js";
 import * as store from "./store.js";
 import { listen as listenToTransfers } from "./transfer_buttons.js";
 
 const element = (id) => document.querySelector(`#${id}`);
+// Loaded when they are wanted, as is what shows a fleet: a first visit is to be light.
+const dialogs = () => import("./settings.js");
+const bring = async (...args) => (await import("./bring.js")).bring(...args);
 const THEMES = { auto: "as the system", light: "light", dark: "dark" };
 
 const EXPECT_AGAIN_MS = 30_000; // what was brought to memory may have left it again
@@ -30,11 +30,11 @@ const DELETE_PATIENCE_MS = 10_000; // for which a request that was stopped may g
 const chat = new Chat();
 const composer = new Composer();
 const live = new Live(() => new Map([...server.others(new Set()), ...store.list()].map(({ id, title }) => [id, title])));
-const fleet = new Fleet();
+let fleet = null; // a Fleet, once the server is known to be in one
 const server = new ServerList();
 const sidebar = new Sidebar(server);
 const joined = new Joined(chat, server, () => drawList());
-const panels = new Panels((name) => name === "live" && fleet.goOn());
+const panels = new Panels((name) => name === "live" && fleet?.goOn());
 
 // --- the server ---------------------------------------------------------------------------------------------------------
 
@@ -57,16 +57,16 @@ async function connect() {
       if (!document.hidden) {
         live.start();
         server.refresh();
-        fleet.goOn();
+        fleet?.goOn();
       }
       return;
     } catch (error) {
       if (error.status === 401) {
         showServer("away", "key wanted");
-        await askKey("This server wants a key. It is sent to this server only.");
+        await (await dialogs()).askKey("This server wants a key. It is sent to this server only.");
         if (!apiKey.get()) return; // the key button asks again
       } else {
-        if (error.code === "no_replica") fleet.start(); // it is there although none of its servers is
+        if (error.code === "no_replica") watchFleet(); // it is there although none of its servers is
         showServer("waiting", error.code === "no_replica" ? "no server is there" : error.status === 503 ? "loading the model" : "no connection");
         await new Promise((resolve) => setTimeout(resolve, 1000));
       }
@@ -74,29 +74,36 @@ async function connect() {
   }
 }
 
+async function watchFleet() {
+  const { Fleet } = await import("./fleet.js");
+  fleet ??= new Fleet();
+  fleet.start();
+}
+
 live.addEventListener("engine", ({ detail: state }) => {
   if (state === "ready" && chat.model) showServer("ready", chat.model);
   else showServer("waiting", state === "away" ? "no connection" : state === "loading" ? "loading the model" : state);
 });
-live.addEventListener("fleet", () => fleet.start(), { once: true });
+live.addEventListener("fleet", watchFleet, { once: true });
 live.addEventListener("key", connect);
 // What nobody sees, nobody has to be told: a tab in the background costs the server nothing.
 document.addEventListener("visibilitychange", () => {
   if (document.hidden) {
     live.stop();
-    fleet.stop();
+    fleet?.stop();
     server.stop();
   } else {
     if (chat.model) {
       live.start();
       server.refresh();
     }
-    fleet.goOn();
+    fleet?.goOn();
   }
 });
 live.addEventListener("sessions", ({ detail: sessions }) => server.hear(sessions));
 live.addEventListener("turn", ({ detail: turn }) => chat.hear(turn));
 element("open-key").addEventListener("click", async () => {
+  const { askKey } = await dialogs();
   if (await askKey("Sent to this server only. Leave it empty where no key is needed.")) connect();
 });
 
@@ -175,6 +182,7 @@ function notice(text) {
 }
 
 async function forget(id, title) {
+  const { confirmDelete } = await dialogs();
   if (!(await confirmDelete(title))) return;
   await chat.stop(id);
   try {
@@ -272,6 +280,7 @@ listenToTransfers({
 address.onStep((id) => showById(id, false));
 element("new").addEventListener("click", () => show(fresh()));
 element("open-settings").addEventListener("click", async () => {
+  const { editOptions } = await dialogs();
   const options = await editOptions(chat.conversation.options, chat.sampling);
   if (!options) return;
   const { conversation } = chat; // by now: another tab may have gone on with it

@@ -2,7 +2,6 @@
 
 import { copyButton, h, icon, number } from "./dom.js";
 import { GrowingText } from "./growing_text.js";
-import { render } from "./markdown.js";
 import { strip } from "./provenance.js";
 import { Reading } from "./reading.js";
 
@@ -23,7 +22,8 @@ export class Article {
   #text = h("div", { class: "text", dir: "auto" });
   #growing;
   #reading = new Reading();
-  #shownChars = 0; // of a text that is whole
+  #shownChars = null; // of an answer that is whole; null: it stands as it was written
+  #putOff = null; // what `show` was told last, while that is not drawn
   #thought = null; // {details, summary, text, shown}
   #ending = h("div", { class: "ending", hidden: true });
   #strip = null; // {report, element}
@@ -35,25 +35,42 @@ export class Article {
     this.#actions = actions;
     this.#growing = new GrowingText(this.#text, () => this.element.isConnected && grown());
     const mine = message.role === "user";
-    if (mine) this.#text.textContent = message.content;
-    else {
-      this.#text.append(render(message.content));
-      this.#shownChars = message.content.length;
-    }
+    this.#text.textContent = message.content;
+    this.#text.classList.toggle("plain", !mine);
     const label = h("h2", { class: "visually-hidden" }, mine ? "You" : "Answer");
     this.element = h("article", { class: `message ${mine ? "mine" : "theirs"}`, data: { id: message.id } }, label, this.#reading.element, this.#text, this.#ending, this.#buttons);
     if (message.thought) this.#drawThought(false);
   }
 
+  /** Until `draw` is called, let the text stand as it was written, so that it can be found, and nothing beside it. */
+  putOff() {
+    this.#putOff = {};
+    this.element.classList.add("far");
+  }
+
+  /** Draw what was put off. The element is on the page. */
+  draw() {
+    const told = this.#putOff;
+    this.#putOff = null;
+    if (this.message.role === "assistant" && this.#shownChars === null) this.#drawWhole();
+    if (told?.versions) this.show(told);
+  }
+
   /** Draw what has changed. `isWriting`: "reading", "growing", "waiting" or "elsewhere" while the answer is written, else
    * null. `progress`: of its prompt while that is read, see `Reading`. `versions`: all
    * messages in this one's place. `hasProblem`: that it did not end well is said below the thread. */
-  show({ isLast, isWriting, progress = null, versions, hasProblem }) {
+  show(told) {
+    const { isLast, isWriting, progress = null, versions, hasProblem } = told;
     const { message } = this;
+    if (this.#putOff && !isWriting && !isLast) {
+      this.#putOff = told;
+      return;
+    }
+    this.#putOff = null;
     this.element.dataset.streaming = String(Boolean(isWriting));
     this.#reading.show(isWriting === "reading" ? progress : null);
     if (message.role === "assistant") {
-      if (isWriting) this.#growing.show(message.content);
+      if (isWriting) this.#grow();
       else if (this.#shownChars !== message.content.length) this.#drawWhole();
       if (message.thought || this.#thought) this.#drawThought(Boolean(isWriting) && !message.content);
     }
@@ -96,7 +113,17 @@ export class Article {
     field.focus();
   }
 
+  #grow() {
+    if (this.#shownChars === null) this.#drawWhole();
+    this.#growing.show(this.message.content);
+    this.#shownChars = -1; // to be drawn as a whole once it is
+  }
+
   #drawWhole() {
+    if (this.#shownChars === null) {
+      this.#text.replaceChildren();
+      this.#text.classList.remove("plain");
+    }
     this.#growing.show(this.message.content);
     this.#growing.finish();
     this.#shownChars = this.message.content.length;

@@ -35,12 +35,6 @@ export async function catchUp(conversation) {
   }
 }
 
-/** Whether the server may know more of a conversation than is shown of it here. */
-export function differs(conversation, row) {
-  const here = path(conversation).length + (conversation.options.system.trim() ? 1 : 0);
-  return Boolean(row?.count) && row.count !== here;
-}
-
 async function all(id) {
   const found = [];
   let after = null;

@@ -269,7 +269,7 @@ export class Chat extends EventTarget {
       cut: cutOf(messages),
       forked: conversation.forked,
       writing: this.#writing ?? (this.#elsewhere && { answer: this.#elsewhere, state: "elsewhere" }),
-      versionsOf: (message) => tree.versions(conversation, message),
+      versionsOf: tree.versionsIn(conversation),
       problem: this.#refusal ? { text: this.#refusal, mayHelp: false } : problem && !this.streaming ? { text: problem, mayHelp: true } : null,
     });
   }

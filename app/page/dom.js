@@ -109,5 +109,6 @@ export function milliseconds(ms) {
   return ms < 1000 ? `${Math.round(ms)} ms` : `${(ms / 1000).toFixed(ms < 10000 ? 2 : 1)} s`;
 }
 
-export const number = (value) => value.toLocaleString("en");
+const GROUPED = new Intl.NumberFormat("en"); // made once: it takes longer than to use it
+export const number = (value) => GROUPED.format(value);
 export const percent = (part, whole) => (whole ? `${Math.round((100 * part) / whole)} %` : "0 %");

@@ -1,6 +1,6 @@
 // Keeps what this browser and the server know of conversations together: names, and what was said elsewhere.
 
-import { catchUp, differs } from "./bring.js";
+import { path } from "./message_tree.js";
 import * as store from "./store.js";
 
 export class Joined {
@@ -23,6 +23,7 @@ export class Joined {
     const row = this.#server.get(conversation.id);
     if (!row || this.#chat.streaming || this.#seen.get(row.id) === row.updated || !differs(conversation, row)) return;
     this.#seen.set(row.id, row.updated);
+    const { catchUp } = await import("./bring.js");
     if (!(await catchUp(conversation)) || this.#chat.conversation !== conversation || this.#chat.streaming) return;
     this.#chat.replace(await store.load(row.id));
     this.#changed();
@@ -47,4 +48,10 @@ export class Joined {
     const isKnown = !row?.count || row.title !== null || row.firstText.startsWith(title.replaceAll(/\s+/g, " ").trim());
     if (!isKnown) this.#server.rename(id, title);
   }
+}
+
+/** Whether the server may know more of a conversation than is shown of it here. */
+function differs(conversation, row) {
+  const here = path(conversation).length + (conversation.options.system.trim() ? 1 : 0);
+  return Boolean(row?.count) && row.count !== here;
 }

@@ -51,6 +51,12 @@ export function versions({ messages }, message) {
   return messages.filter(({ parent, role }) => parent === message.parent && role === message.role);
 }
 
+/** `versions` for many messages at once: a function of a message, for as long as the conversation stays as it is. */
+export function versionsIn({ messages }) {
+  const groups = Map.groupBy(messages, ({ parent, role }) => `${role} ${parent}`);
+  return ({ parent, role }) => groups.get(`${role} ${parent}`) ?? [];
+}
+
 /** Show a message, and below it what was written last. */
 export function choose(conversation, message) {
   let head = message;

@@ -6,6 +6,7 @@ import * as store from "./store.js";
 
 const SEARCH_AFTER_MS = 200; // texts are looked through when the typing pauses
 const MAX_TITLE_CHARS = 200;
+const LONG = 100; // rows; in a longer list those out of sight are not laid out
 const SETTLING_MS = 10_000; // for which a turn that has just ended may not be in the server's list yet
 
 const list = document.querySelector("#conversations");
@@ -18,6 +19,8 @@ export class Sidebar extends EventTarget {
   #current = null; // the id of the conversation that is open
   #running = [];
   #drawn = ""; // what is on the page, to leave it alone while it is the same
+  #rowsDrawn = new Map(); // id -> {state, element} of what stands in it
+  #sections = new Map(); // name of a group -> {head, items}
   #inTexts = []; // ids of those that the search found in what was said
   #timer = null;
   #query = "";
@@ -56,15 +59,34 @@ export class Sidebar extends EventTarget {
     this.#drawn = state;
     const item = list.contains(document.activeElement) ? document.activeElement.closest("li") : null;
     const [focused, place] = [item?.dataset.id, item && [...item.querySelectorAll("button")].indexOf(document.activeElement)];
-    list.replaceChildren(...groups.flatMap(([name, entries]) => [
-      h("h2", { class: "small muted" }, name),
-      h("ul", { "aria-label": name }, entries.map((entry) => this.#row(entry))),
-    ]));
-    if (!groups.length && this.#query) list.append(h("p", { class: "small muted" }, "None is found."));
+    const before = this.#rowsDrawn;
+    this.#rowsDrawn = new Map();
+    const parts = groups.flatMap(([name, entries]) => {
+      const { head, items } = this.#section(name);
+      arrange(items, entries.map((entry) => this.#rowDrawn(entry, before)));
+      return [head, items];
+    });
+    if (!groups.length && this.#query) parts.push(h("p", { class: "small muted" }, "None is found."));
+    arrange(list, parts);
     const rows = this.#rows();
+    list.classList.toggle("long", rows.length > LONG);
     const stop = rows.find((row) => row.getAttribute("aria-current")) ?? rows[0];
-    if (stop) stop.tabIndex = 0;
-    if (focused) this.#rowOf(focused)?.closest("li").querySelectorAll("button")[place]?.focus();
+    for (const row of rows) row.tabIndex = row === stop ? 0 : -1;
+    if (focused && !list.contains(document.activeElement)) this.#rowOf(focused)?.closest("li").querySelectorAll("button")[place]?.focus();
+  }
+
+  #section(name) {
+    if (!this.#sections.has(name)) this.#sections.set(name, { head: h("h2", { class: "small muted" }, name), items: h("ul", { "aria-label": name }) });
+    return this.#sections.get(name);
+  }
+
+  /** The row of an entry: the one that there was, where nothing in it has changed. */
+  #rowDrawn(entry, before) {
+    const state = JSON.stringify([entry, entry.id === this.#current, this.#running.includes(entry.id)]);
+    const there = before.get(entry.id);
+    const row = there?.state === state ? there : { state, element: this.#row(entry) };
+    this.#rowsDrawn.set(entry.id, row);
+    return row.element;
   }
 
   #release() {
@@ -185,6 +207,17 @@ export class Sidebar extends EventTarget {
     }
     const groups = Map.groupBy(entries, ({ updated }) => dayOf(updated));
     return [...groups.entries()];
+  }
+}
+
+/** Let an element have these children, and leave those alone that are there in their order. */
+function arrange(parent, children) {
+  const wanted = new Set(children);
+  for (const child of [...parent.childNodes]) if (!wanted.has(child)) child.remove(); // else all that follow it would move
+  let at = parent.firstChild;
+  for (const child of children) {
+    if (child === at) at = at.nextSibling;
+    else parent.insertBefore(child, at);
   }
 }
 

@@ -1,8 +1,10 @@
 // The messages of the conversation that is open, one below the other, and where the reader is in them.
 
 import { Article } from "./article.js";
+import { Backlog } from "./backlog.js";
 import { h, number } from "./dom.js";
 
+const AT_ONCE = 12; // messages that are drawn before the page is shown; of the others the text stands as it was written
 const NEAR_PX = 120; // so close to the end, the view follows it
 const SUGGESTIONS = ["What is the capital of France?", "Why is the sky blue?", "Tell me a short story about a lighthouse."];
 
@@ -16,6 +18,7 @@ export class Thread {
   #rest = []; // what stands after the articles
   #actions;
   #isAtEnd = true;
+  #backlog = new Backlog(thread, () => this.#follow());
 
   /** `actions`: as of Article, and {retry, suggest}. */
   constructor(actions) {
@@ -42,6 +45,8 @@ export class Thread {
     for (const gone of this.#articles.splice(same)) gone.element.remove();
     for (const part of this.#rest.splice(0)) part.remove();
     const fresh = messages.slice(same).map((message) => new Article(message, this.#actions, () => this.#follow()));
+    const far = fresh.slice(0, -AT_ONCE);
+    for (const article of far) article.putOff();
     this.#articles.push(...fresh);
     for (const [place, article] of this.#articles.entries()) {
       article.message = messages[place];
@@ -50,6 +55,7 @@ export class Thread {
     if (!messages.length) this.#rest.push(this.#welcome());
     if (problem) this.#rest.push(this.#problem(problem, messages.at(-1)));
     thread.append(...fresh.map(({ element }) => element), ...this.#rest);
+    this.#backlog.add(far);
     this.#drawRule(cut);
     if (follows) this.toEnd();
     else this.#look();
@@ -103,6 +109,7 @@ export class Thread {
   /** The buttons that led to another version of a message are new: go on from there by keyboard. */
   focusVersions(message) {
     const article = this.#articles.find((other) => other.message === message);
+    article?.draw();
     article?.element.querySelector(".version:enabled")?.focus();
   }
 

@@ -1,7 +1,8 @@
-"""Makes the page's pictures in docs/: `python -m tests.page.screenshots`, or one of them with `chat` or `fleet`. Needs
-Chromium and SmolLM2, which `make setup` installs, and redis-server for the fleet. Serves the model twice, and the
+"""Makes the page's pictures in docs/: `python -m tests.page.screenshots`, or some with `answer`, `chat` or `fleet`.
+Needs Chromium and SmolLM2, which `make setup` installs, and redis-server for the fleet. Serves the model twice, and the
 bundled one on three replicas."""
 
+import json
 import sys
 import tempfile
 import threading
@@ -15,12 +16,32 @@ from benchmarks.harness.result_files import ROOT
 from benchmarks.harness.servers import free_port, serve
 from reprise.model.directories import SMOLLM2
 from tests.page.browser import chromium, open_live, send
+from tests.page.served import served
 
 DOCS = ROOT / "docs"
 TURNS = ["What is the capital of France?", "What is it famous for?", "Name one museum there.", "What can I see in it?"]
-SETTINGS = {"cache.redis_gib": 0.25, "cache.hbm_tokens": 4096}
+FLEET_SETTINGS = {"cache.redis_gib": 0.25, "cache.hbm_tokens": 4096}
 NAMES = ("lighthouse", "harbour", "island")
 OTHERS = 14  # conversations that run meanwhile, so that there is something to see
+ANSWER = r"""For $ax^2 + bx + c = 0$ with $a \ne 0$ there are two solutions[^1], at no more than $5:
+
+$$x_{1,2} = \frac{-b \pm \sqrt{b^2 - 4ac}}{2a}$$
+
+- [x] derived
+- [ ] tried with `cmath`
+
+| a | b \| c | solutions |
+|:--|:------:|----------:|
+| 1 | 0 \| -4 | ±2 |
+
+```python
+def solve(a: float, b: float, c: float) -> tuple[float, float]:
+    root = (b**2 - 4 * a * c) ** 0.5  # of the discriminant
+    return (-b + root) / (2 * a), (-b - root) / (2 * a)
+```
+
+[^1]: *Complex* ones if $b^2 < 4ac$.
+"""
 WORDS = "Tell me everything you know about music, dogs, summer and the sea. "
 SETTINGS: dict[str, str | int | float] = {
     "model.source": str(SMOLLM2),
@@ -64,7 +85,7 @@ def fleet_picture() -> None:
     """Three replicas, of which one is killed while it answers."""
     with (
         tempfile.TemporaryDirectory() as directory,
-        fleet_processes(Path(directory), *NAMES, settings=SETTINGS) as fleet,
+        fleet_processes(Path(directory), *NAMES, settings=FLEET_SETTINGS) as fleet,
         chromium() as browser,
     ):
         page = browser.new_context(viewport={"width": 1440, "height": 1180}, color_scheme="light").new_page()
@@ -83,6 +104,21 @@ def fleet_picture() -> None:
             stream(fleet.gateway_url, n)
         page.wait_for_timeout(5000)
         page.screenshot(path=DOCS / "page_fleet.png")
+
+
+def answer_picture() -> None:
+    """What an answer may contain, in a browser alone: the answer is not asked for."""
+    chunk = {"id": "x", "choices": [{"index": 0, "delta": {"content": ANSWER}, "finish_reason": "stop"}]}
+    with tempfile.TemporaryDirectory() as directory, served(Path(directory)) as server, chromium() as browser:
+        page = browser.new_context(viewport={"width": 860, "height": 760}, color_scheme="light").new_page()
+        body = f"data: {json.dumps(chunk)}\n\n"
+        page.route("**/chat/completions", lambda route: route.fulfill(content_type="text/event-stream", body=body))
+        page.goto(server.url)
+        page.locator('#server[data-state="ready"]').wait_for()
+        answer = send(page, "How do I solve a quadratic equation?")
+        answer.locator("math").nth(2).wait_for()
+        answer.locator(".code-keyword").first.wait_for()
+        page.screenshot(path=DOCS / "page_answer.png")
 
 
 def chat_pictures() -> None:
@@ -123,6 +159,6 @@ def chat_pictures() -> None:
 
 
 if __name__ == "__main__":
-    pictures = {"chat": chat_pictures, "fleet": fleet_picture}
+    pictures = {"answer": answer_picture, "chat": chat_pictures, "fleet": fleet_picture}
     for name in sys.argv[1:] or pictures:
         pictures[name]()

@@ -14,7 +14,8 @@ from reprise.fleet.gateway.metrics import Resumed
 from reprise.fleet.routing import STALE_S
 from tests.fleet.gateway.harness import LOAD
 from tests.page.browser import open_live, send
-from tests.page.served import ServedFleet, served, served_fleet
+from tests.page.served import served
+from tests.page.served_fleet import ServedFleet, served_fleet
 
 pytestmark = pytest.mark.servers
 

@@ -1,5 +1,6 @@
-"""GET /, /docs and /page/...: the chat page and the API documentation for people. Files are read once, at start. The
-headers forbid the browser to load anything from another origin."""
+"""GET /, /docs and /page/...: the chat page and the API documentation for people. Files are read once, at start; those
+below `vendor` are other people's, see its manifest. The headers forbid the browser to load anything from another
+origin."""
 
 import hashlib
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ TYPES = {
     ".js": "text/javascript; charset=utf-8",
     ".css": "text/css; charset=utf-8",
     ".svg": "image/svg+xml",
+    ".txt": "text/plain; charset=utf-8",  # licences
 }
 HEADERS = {
     # No inline script or style, no markup from strings, no frames, nothing from elsewhere.
@@ -50,7 +52,9 @@ def _read(path: Path) -> File:
     return File(body, compressed(body), TYPES[path.suffix], hashlib.sha256(body).hexdigest()[:32])
 
 
-FILES = {path.name: _read(path) for path in sorted(DIRECTORY.iterdir()) if path.suffix in TYPES}
+FILES = {
+    path.relative_to(DIRECTORY).as_posix(): _read(path) for path in sorted(DIRECTORY.rglob("*")) if path.suffix in TYPES
+}
 
 
 # A path -> its file. No path from a request reaches the file system.
@@ -63,7 +67,7 @@ PATHS = {
 
 @router.api_route("/", methods=["GET", "HEAD"])
 @router.api_route("/docs", methods=["GET", "HEAD"])
-@router.api_route("/page/{name}", methods=["GET", "HEAD"])
+@router.api_route("/page/{name:path}", methods=["GET", "HEAD"])
 async def file(request: Request) -> Response:
     """Answers with a file of the page. A gateway of a fleet serves these files too."""
     found = PATHS.get(request.scope["path"])

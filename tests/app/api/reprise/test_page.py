@@ -1,10 +1,14 @@
+import hashlib
+import json
 import re
-from pathlib import Path
+import tomllib
 
 import pytest
 
 from reprise.app.api.reprise.page import DIRECTORY, FILES
 from tests.app.fakes import FakeEngine, Running, in_process, make_settings
+
+VENDOR = DIRECTORY / "vendor"
 
 
 async def test_the_page_is_served_with_a_policy_that_lets_nothing_in(running: Running):
@@ -49,18 +53,50 @@ async def test_the_page_needs_no_key_and_what_it_asks_for_does(engine: FakeEngin
             assert (await running.http.get(path)).status_code == status
 
 
-def test_every_file_is_small_and_loads_only_what_is_here():
+def test_every_file_of_ours_loads_only_what_is_here():
     for path in DIRECTORY.iterdir():
+        if path == VENDOR:
+            continue
         text = path.read_text(encoding="utf-8")
         assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function", text), (
             path
         )
         for address in re.findall(r"https?://[^\s\"'`)<]+", text):
             assert address.startswith("http://www.w3.org/"), (path, address)  # names, not loads
-        for name in re.findall(r"(?:from|import) \"\./([\w.]+)\"|(?:src|href)=\"/page/([\w.]+)\"", text):
+        names = re.findall(
+            r"(?:from |import |import\()\"\./([\w./-]+)\"|(?:src|href)(?:=|: )\"/page/([\w./-]+)\"", text
+        )
+        for name in names:
             assert "".join(name) in FILES, (path, name)
 
 
+def test_other_peoples_files_are_those_of_the_manifest():
+    manifest = json.loads((VENDOR / "manifest.json").read_text(encoding="utf-8"))
+    listed = {}
+    for package in manifest["packages"]:
+        assert package["version"] in package["from"]
+        assert package["licence_file"] in package["files"]
+        listed |= package["files"]
+    there = {path.relative_to(VENDOR).as_posix() for path in VENDOR.rglob("*") if path.is_file()}
+    assert there == {*listed, "manifest.json"}
+    for name, file in listed.items():
+        body = (VENDOR / name).read_bytes()
+        assert hashlib.sha256(body).hexdigest() == file["sha256"], name
+        if "original_sha256" in file:
+            original = body.removesuffix(b"\nexport default temml;\n")
+            assert hashlib.sha256(original).hexdigest() == file["original_sha256"]
+
+
+async def test_their_files_are_served_too(running: Running):
+    response = await running.http.get("/page/vendor/prism/prism-c.js")
+    assert response.content == (VENDOR / "prism" / "prism-c.js").read_bytes()
+    assert (await running.http.get("/page/vendor/marked.LICENSE.txt")).headers["content-type"].startswith("text/plain")
+    assert (await running.http.get("/page/vendor/manifest.json")).status_code == 404
+
+
 def test_the_page_is_part_of_the_package():
-    assert {"index.html", "app.js", "style.css"} <= FILES.keys()
-    assert Path(DIRECTORY, "index.html").is_file()
+    assert {"index.html", "app.js", "style.css", "vendor/marked.js"} <= FILES.keys()
+    project = tomllib.loads((DIRECTORY.parent.parent / "pyproject.toml").read_text(encoding="utf-8"))
+    (pattern,) = project["tool"]["setuptools"]["package-data"]["reprise.app"]
+    packed = {path for path in DIRECTORY.parent.glob(f"{pattern}/*") if path.is_file()}  # as setuptools reads it
+    assert packed == {path for path in DIRECTORY.rglob("*") if path.is_file()}
