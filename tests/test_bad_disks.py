@@ -141,10 +141,8 @@ def test_a_disk_that_turns_bad_in_service(
     disk.spoil(kind)
     started = time.monotonic()
     served(driver, 2, expected, range(1))
-    first_s = time.monotonic() - started
-    started = time.monotonic()
+    first_s, calls = time.monotonic() - started, disk.num_calls
     (answer,) = served(driver, 2, expected, range(1, 2))
-    second_s = time.monotonic() - started
     assert answer.report is not None
     if kind in ("full", "read-only"):
         assert problem_of(driver) is None
@@ -152,9 +150,10 @@ def test_a_disk_that_turns_bad_in_service(
     else:
         assert problem_of(driver)
         assert "load_failed" in answer.report.miss_reasons
-        # One deadline for a read and one for a write that began with it; the second turn waits for neither.
-        assert first_s < 2 * DEADLINE_S + 1.0
-        assert second_s < 1.0
+        # One deadline for a read and one for a write that began with it, on a busy machine.
+        assert first_s < 2 * DEADLINE_S + 5.0
+        if kind != "slow":  # there, what was given up goes on for a while
+            assert disk.num_calls == calls, "the second turn does not ask the disk, so it waits for nothing"
     disk.mend()
     poll_until(driver, lambda: problem_of(driver) is None)
     (answer,) = served(driver, 2, expected, range(2, 3))

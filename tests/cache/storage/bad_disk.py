@@ -23,33 +23,35 @@ class BadDisk:
 
     def __init__(self, patch: pytest.MonkeyPatch, *, slow_s: float = 0.5) -> None:
         """slow_s: what every call takes on a slow disk."""
-        self._kind: Kind | None = None
+        self.kind: Kind | None = None
         self._slow_s = slow_s
         self._mended = threading.Event()
         self.hung: set[str] = set()  # names of the threads that hang
+        self.num_calls = 0  # calls that it has troubled, but for those of the thread that asks whether it answers
         for name in (*_READING, *_WRITING):
             patch.setattr(os, name, self._calling(name, getattr(os, name)))
 
     def spoil(self, kind: Kind) -> None:
         self._mended.clear()
-        self._kind = kind
+        self.kind = kind
 
     def mend(self) -> None:
-        self._kind = None
+        self.kind = None
         self._mended.set()
 
     def _calling(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             thread = threading.current_thread().name
-            if self._kind is not None and thread.startswith("disk-"):
+            if self.kind is not None and thread.startswith("disk-"):
                 self._suffer(name, args, thread)
             return real(*args, **kwargs)
 
         return call
 
     def _suffer(self, name: str, args: tuple[Any, ...], thread: str) -> None:
+        self.num_calls += thread != "disk-watch"
         writes = name in _WRITING or (name == "open" and len(args) > 1 and args[1] & _CREATING)
-        match self._kind:
+        match self.kind:
             case "slow":
                 self._mended.wait(self._slow_s)
             case "hung":

@@ -21,9 +21,9 @@ from tests.cache.storage.bad_disk import KINDS, BadDisk, Kind, until
 from tests.cache.storage.disk_helpers import make_session, make_tier, put, read_wrongly
 
 PATIENCE_S = 0.3
-DEADLINE_S = 0.4
-# What a call may take on a disk that is given up: it must not wait, and a busy machine takes its time.
-AT_ONCE_S = 0.2
+DEADLINE_S = 1.0
+# What several calls may take on a disk that is given up: less than a deadline, and a busy machine takes its time.
+AT_ONCE_S = 0.9
 
 
 @pytest.fixture(autouse=True)
@@ -46,14 +46,17 @@ class Listener:
         tier.listen(lambda problem, found: self.news.append((problem, found)))
 
 
-def fails_at_once(tier: ExtentStore, extent_id: int) -> None:
-    started = time.monotonic()
+def fails_at_once(tier: ExtentStore, disk: BadDisk, extent_id: int) -> None:
+    """Check that calls fail without asking the disk."""
+    before, started = disk.num_calls, time.monotonic()
     with pytest.raises(BlockMissing):
         tier.reader(extent_id)
     with pytest.raises(TierFailed):
         put(tier, "not now")
     with pytest.raises(TierFailed):
         tier.put_session(make_session("not now"))
+    if disk.kind != "slow":  # on a slow disk, what was given up goes on for a while
+        assert disk.num_calls == before
     assert time.monotonic() - started < AT_ONCE_S
 
 
@@ -83,7 +86,7 @@ def test_a_disk_that_is_bad_at_the_start_is_taken_with_what_lies_on_it_when_it_a
     else:
         assert found is None
         assert tier.problem
-        fails_at_once(tier, kept.extent_id)
+        fails_at_once(tier, disk, kept.extent_id)
         listener = Listener(tier)
         disk.mend()
         until(lambda: listener.news and listener.news[-1][0] is None)
@@ -192,10 +195,10 @@ def test_a_disk_that_turns_bad_is_given_up_within_a_deadline_and_taken_back(
     started = time.monotonic()
     read_all(tier, extents)
     # All three together: the first has waited for a deadline, the others for nothing.
-    assert time.monotonic() - started < DEADLINE_S + 2 * AT_ONCE_S
+    assert time.monotonic() - started < DEADLINE_S + AT_ONCE_S
     assert tier.problem is not None
     assert listener.news[0] == (tier.problem, None)
-    fails_at_once(tier, extents[0].extent_id)
+    fails_at_once(tier, disk, extents[0].extent_id)
     assert tier.take_lost() == []
     disk.mend()
     until(lambda: tier.problem is None)
@@ -240,7 +243,7 @@ def test_a_write_that_hangs_gives_the_disk_up(tmp_path: Path, disk: BadDisk) -> 
     disk.spoil("hung")
     with pytest.raises(TierFailed) as caught:
         put(tier, "x")
-    assert (caught.value.reason, tier.problem) == ("deadline", "no answer for 0.4 s")
+    assert (caught.value.reason, tier.problem) == ("deadline", f"no answer for {DEADLINE_S:g} s")
     disk.mend()
     until(lambda: tier.problem is None)
     assert read_wrongly(tier, put(tier, "x")) == []
@@ -284,7 +287,7 @@ def test_threads_do_not_pile_up_on_a_disk_that_hangs_for_ever(tmp_path: Path, di
     assert len(disk.hung) == 2  # what hung first, and the one that asks
     started = time.monotonic()
     tier.close()
-    assert time.monotonic() - started < disk_watch.CLOSE_S + 2 * AT_ONCE_S
+    assert time.monotonic() - started < disk_watch.CLOSE_S + AT_ONCE_S
 
 
 @pytest.mark.parametrize("kind", ["hung", "vanished"])
@@ -294,7 +297,7 @@ def test_a_close_does_not_wait_for_a_disk_that_was_never_taken(tmp_path: Path, d
     assert tier.open_in_time(PATIENCE_S) is None
     started = time.monotonic()
     tier.close()
-    assert time.monotonic() - started < disk_watch.CLOSE_S + 2 * AT_ONCE_S
+    assert time.monotonic() - started < disk_watch.CLOSE_S + AT_ONCE_S
     disk.mend()
     until(lambda: not [thread for thread in threading.enumerate() if thread.name.startswith("disk-")])
     again = make_tier(tmp_path)
