@@ -10,8 +10,14 @@ _TAKEN = {
     "assistant": frozenset({"text", "thinking", "redacted_thinking", "tool_use", "tool_result"}),
 }
 """Maps a role to the blocks that the schema judges itself."""
-_MISPLACED = {"user": "tool_use", "assistant": "tool_result"}
-"""Maps a role to the block that its messages cannot have. In the history it becomes a text."""
+_PLACES = {
+    "tool_use": "assistant",
+    "thinking": "assistant",
+    "redacted_thinking": "assistant",
+    "tool_result": "user",
+}
+"""Maps a block to the only role whose messages can have it. In the history another's calls and results become a text,
+and its thoughts are left out."""
 _TEXTS = ("text", "input_text", "output_text")
 
 
@@ -32,13 +38,15 @@ def _message(message: object, losses: Losses, *, is_asked: bool) -> object:
     if not isinstance(content, list):
         return {**message, "content": content_of(content, losses, field="messages", is_asked=is_asked)}
     taken = _TAKEN.get(role, frozenset({"text"})) if isinstance(role, str) else frozenset({"text"})
-    misplaced = _MISPLACED.get(role, "") if isinstance(role, str) and not is_asked else ""
     settled: list[object] = []
     for place, block in enumerate(content):
         kind = block.get("type") if isinstance(block, dict) else None
         kind = kind if isinstance(kind, str) else None
-        if misplaced and kind == misplaced:
-            settled.append({"type": "text", "text": _told(block, losses)})
+        if not is_asked and kind in _PLACES and role != _PLACES[kind]:
+            if kind.startswith("tool"):
+                settled.append({"type": "text", "text": _told(block, losses)})
+            else:
+                losses.add("messages", kind)
         elif kind == "tool_result":
             settled.append(_result(block, losses))
         elif kind == "thinking":

@@ -8,7 +8,8 @@ from tests.app.fakes import Running
 
 ASKED = {"role": "user", "content": "Who?"}
 CALL = {"id": 5, "type": "function", "function": {"name": "f", "arguments": "{}"}}
-USE, RESULT = {"type": "tool_use", "id": None, "name": "f", "input": {}}, {"type": "tool_result", "content": "Sun."}
+USE = {"type": "tool_use", "id": None, "name": "f", "input": {}}
+RESULT = {"type": "tool_result", "tool_use_id": "a", "content": "Sun."}
 PAST: list[tuple[str, list[Any], str]] = [
     ("/v1/chat/completions", [{**ASKED, "tool_calls": [CALL], "tool_call_id": "a"}, ASKED], "messages.tool_calls"),
     ("/v1/chat/completions", [{**ASKED, "refusal": "No.", "audio": {"id": "a"}}, ASKED], "messages.refusal"),
@@ -19,6 +20,14 @@ PAST: list[tuple[str, list[Any], str]] = [
     ("/v1/messages", [ASKED, {"role": "assistant", "content": [{**RESULT, "tool_use_id": {}}]}, ASKED], ""),
     ("/v1/messages", [ASKED, {"role": "assistant", "content": [{**USE, "id": 5}]},
                       {"role": "user", "content": [{**RESULT, "tool_use_id": 5}]}], ""),
+    *(
+        ("/v1/messages", [{"role": role, "content": [{"type": "thinking", "thinking": "Hm."}, RESULT]}, ASKED],
+         "messages.thinking")
+        for role in ("user", "system")
+    ),
+    ("/v1/messages", [{"role": "user", "content": [{"type": "redacted_thinking", "data": "x"}]}, ASKED],
+     "messages.redacted_thinking"),
+    ("/v1/messages", [{"role": "system", "content": [USE]}, ASKED], ""),
     ("/v1/messages", [{"role": "user", "content": [{"type": ["text"], "text": "a"}]}, ASKED], "messages.part"),
     ("/v1/responses", [{"type": "function_call", "call_id": None, "id": 5, "name": "f", "arguments": "{}"},
                        {"type": "function_call_output", "call_id": None, "output": "a"}, ASKED], ""),
