@@ -107,7 +107,7 @@ def fleet_picture() -> None:
 
 
 def answer_picture() -> None:
-    """Picture what an answer may contain, in a browser alone: the answer is not asked for."""
+    """Show what an answer may contain. No server gives the answer: it is written here."""
     chunk = {"id": "x", "choices": [{"index": 0, "delta": {"content": ANSWER}, "finish_reason": "stop"}]}
     with tempfile.TemporaryDirectory() as directory, served(Path(directory)) as server, chromium() as browser:
         page = browser.new_context(viewport={"width": 860, "height": 760}, color_scheme="light").new_page()

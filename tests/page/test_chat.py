@@ -242,6 +242,7 @@ def test_a_server_that_does_not_know_a_conversation_is_told_once_until_it_answer
     assert page.locator("#notice:visible, .problem").count() == 0
     send(page, "Hello")
     server.engine.session_error = "unavailable"
+    page.wait_for_timeout(300)  # as above
     later(page, 31)
     with page.expect_response("**/prefetch") as answer:
         composer(page).press_sequentially("And now?")

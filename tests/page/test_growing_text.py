@@ -65,6 +65,19 @@ def test_it_looks_at_each_moment_as_if_it_had_been_drawn_at_once(page: Any) -> N
         assert page.evaluate(GROW, pieces) is None
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "One.\n\n1. a\n\n2. b\n\n3. c\n\nEnd.",
+        "One.\n\n- a\n\n  b\n\n  - c\n\nEnd.",
+        "One.[^1]\n\n[^1]: a\n\n  b\n\nEnd.",
+        "One.\n\n> a\n\n> b\n\nEnd.",
+    ],
+)
+def test_a_block_that_goes_on_after_an_empty_line_is_not_settled(page: Any, text: str) -> None:
+    assert page.evaluate(GROW, list(text)) is None
+
+
 # Shows one text, then a longer one, each of which is drawn; in between something is selected or held.
 STEPS = """async ([first, second, chosen]) => {
   const { GrowingText } = await import("/page/growing_text.js");
