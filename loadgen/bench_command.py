@@ -28,6 +28,7 @@ from reprise.loadgen.percentile import percentile
 TIERS = {"hbm": "HBM", "dram": "DRAM", "disk": "disk", "redis": "Redis", "computed": "anew"}
 LABELS: dict[Kind, str] = {"first": "first turn", "kept": "history kept", "anew": "history anew"}
 MAX_CONVERSATIONS = 8  # unless a file has more
+LEAST_TURNS = 3  # of each kind, below which two medians are not compared
 MAX_WORDS = 700  # a prompt of our own has so many, or fewer in a small window
 DELETE_S = 20.0  # longest time for deleting the run's sessions
 _NOT_REPRISE = (
@@ -136,23 +137,26 @@ def _show(out: Console, measured: Sequence[Measured], *, is_reprise: bool) -> No
         padding=(0, 2, 0, 0),
     )
     table.add_column("", no_wrap=True)
-    names = ("count", "tokens", "p50", "p10 - p90", *(TIERS.values() if is_reprise else ("cached",)))
+    by_kind = {kind: [one for one in measured if one.kind == kind and one.result.error is None] for kind in LABELS}
+    every = _tier_shares([one for some in by_kind.values() for one in some])
+    used = [tier for tier, share in zip(TIERS, every, strict=True) if share > 0]  # a terminal may be narrow
+    names = ("count", "tokens", "p50", "p10 - p90", *([TIERS[tier] for tier in used] if is_reprise else ("cached",)))
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)
     for kind, label in LABELS.items():
-        of_kind = [one for one in measured if one.kind == kind and one.result.error is None]
-        times = _times(measured, kind)
+        of_kind, times = by_kind[kind], _times(measured, kind)
         if not times:
             table.add_row(label, *(("0",) + ("-",) * (len(names) - 1)))
             continue
         tokens = [one.result.prompt_tokens for one in of_kind if one.result.prompt_tokens]
-        shares = _tier_shares(of_kind) if is_reprise else [_cached_share(of_kind)]
-        spread = f"{_ms(percentile(times, 0.1))} - {_ms(percentile(times, 0.9))}"
+        shares = dict(zip(TIERS, _tier_shares(of_kind), strict=True))
+        shown = [shares[tier] for tier in used] if is_reprise else [_cached_share(of_kind)]
+        spread = f"{_ms(percentile(times, 0.1))} - {_ms(percentile(times, 0.9))}" if len(times) >= LEAST_TURNS else "-"
         prompt = f"{median(tokens):,.0f}" if tokens else "-"
-        table.add_row(label, f"{len(of_kind)}", prompt, _ms(median(times)), spread, *map(_percent, shares))
+        table.add_row(label, f"{len(of_kind)}", prompt, _ms(median(times)), spread, *map(_percent, shown))
     out.print(table)
     kept, anew = _times(measured, "kept"), _times(measured, "anew")
-    if kept and anew:
+    if min(len(kept), len(anew)) >= LEAST_TURNS:
         factor = median(anew) / median(kept)
         out.print(
             f"With its history kept, a turn's first token came after {_ms(median(kept))}, computed anew after "
@@ -214,6 +218,8 @@ def _client(target: Target) -> httpx.Client:
 
 
 def _ms(seconds: float) -> str:
+    if seconds >= 10:
+        return f"{seconds:.1f} s"
     return f"{seconds * 1e3:,.0f} ms" if seconds >= 0.01 else f"{seconds * 1e3:.1f} ms"
 
 

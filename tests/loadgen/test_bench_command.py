@@ -81,8 +81,8 @@ def stub() -> Iterator[tuple[str, type[Recorder]]]:
     loop.close()
 
 
-def call(*words: str):
-    return CliRunner().invoke(cli, list(words), env={"COLUMNS": "200"})
+def call(*words: str, columns: int = 200):
+    return CliRunner().invoke(cli, list(words), env={"COLUMNS": str(columns)})
 
 
 def row_of(output: str, label: str) -> list[str]:
@@ -96,13 +96,26 @@ def test_it_says_what_a_kept_history_gives_and_tidies_up(stub):
     assert done.exit_code == 0, done.output
     assert len(recorder.bodies) <= 30
     label, count, _, _, spread, *shares = row_of(done.output, "history kept")
-    assert (int(count) >= 5, " - " in spread, shares) == (True, True, ["10%", "20%", "60%", "0%", "10%"]), label
+    assert (int(count) >= 5, " - " in spread, shares) == (True, True, ["10%", "20%", "60%", "10%"]), label
     assert row_of(done.output, "history anew")[-1] == "100%"
     assert "times as fast" in done.output
     sessions = {body["session_id"] for body in recorder.bodies}
     assert {path.removeprefix("/v1/sessions/") for path in recorder.deleted} == sessions
     assert recorder.keys == {"Bearer secret"}
     assert "secret" not in done.output
+
+
+def test_a_narrow_terminal_has_room_for_its_table(stub):
+    done = call(stub[0], "--seconds", "20", "--requests", "30", columns=80)
+    assert row_of(done.output, "history kept")[-1] == "10%"
+    assert "…" not in done.output
+
+
+def test_two_medians_of_few_turns_are_not_compared(stub):
+    done = call(stub[0], "--seconds", "20", "--requests", "6")
+    assert done.exit_code == 0
+    assert "Too few turns for a comparison" in done.output
+    assert row_of(done.output, "history kept")[4] == "-"
 
 
 def test_a_turn_anew_has_the_same_messages_but_for_its_first_word(stub):
