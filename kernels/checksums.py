@@ -47,6 +47,11 @@ def checksums(memory: NDArray[np.uint8], size: int, chosen: NDArray[np.int64]) -
     return sums
 
 
+def prepare() -> None:
+    """Load what `checksums` needs, or compile it the first time, so that no turn waits for that."""
+    _compiled()
+
+
 def _add_sums(memory: NDArray[np.uint8], starts: NDArray[np.int64], size: int, sums: Sums) -> None:
     """Compute checksums as the compiled `add_sums` does, by xxhash's own code, where that kernel cannot be used."""
     view = memory.data

@@ -28,7 +28,7 @@ from reprise.loadgen.percentile import percentile
 TIERS = {"hbm": "HBM", "dram": "DRAM", "disk": "disk", "redis": "Redis", "computed": "anew"}
 LABELS: dict[Kind, str] = {"first": "first turn", "kept": "history kept", "anew": "history anew"}
 MAX_CONVERSATIONS = 8  # unless a file has more
-LEAST_TURNS = 3  # of each kind, below which two medians are not compared
+LEAST_TURNS = 3  # medians of fewer turns are not compared
 MAX_WORDS = 700  # a prompt of our own has so many, or fewer in a small window
 DELETE_S = 20.0  # longest time for deleting the run's sessions
 _NOT_REPRISE = (

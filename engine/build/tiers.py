@@ -33,6 +33,7 @@ from reprise.engine.model.pages import make_pages
 from reprise.engine.model.rotations import ModelRotations
 from reprise.engine.ranks.names import rank_directory, rank_fingerprint
 from reprise.kernels.attention.ragged_batch import KvPages
+from reprise.kernels.checksums import prepare
 
 log = logging.getLogger(__name__)
 
@@ -120,6 +121,8 @@ def build_tiers(
         pinned=on_gpu,
         projection=probed.codec.projection,
     )
+    if slab.num_slots:
+        prepare()
     coded = None if codec is None else CodedSlab(codec, num_slots=coded_slots, decodes=probed.codec.decodes)
     redis = _redis(config, probed, segment_bytes) if slab.num_slots else None
     transfer = make_transfer(

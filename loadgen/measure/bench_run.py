@@ -18,7 +18,7 @@ Kind = Literal["first", "kept", "anew"]
 """first: the first turn of a conversation. kept: a later turn, whose history the server may have kept. anew: the same
 messages with another first word, so that nothing that is kept fits them."""
 
-FIRST_SHARE = 0.25  # of the time: no conversation begins after it
+FIRST_SHARE = 0.25  # first turns get this share of the time
 MAX_FILE_BYTES = 16 << 20
 MAX_PROMPTS = 1000  # most prompts in a file
 _TASKS = (

@@ -32,6 +32,7 @@ from reprise.loadgen.workloads.workload import Conversation, ConversationShape, 
 from reprise.scheduler.budgets.budget import StepCost, StepWork
 from reprise.scheduler.car.window import ShuffledWindow
 from reprise.scheduler.limits import SchedulerLimits
+from reprise.scheduler.make_policy import POLICIES as SCHEDULER_POLICIES
 from reprise.scheduler.make_policy import make_policy
 from reprise.scheduler.policy import Policy
 from reprise.scheduler.predictor import LengthPredictor, MaxTokensPredictor, QuantilePredictor
@@ -489,7 +490,7 @@ def random_case(seed: int) -> Simulation:
         hbm_blocks=rng.randint(8, 40),
         dram_blocks=rng.choice([0, 6, 20, 60]),
         disk_blocks=rng.choice([0, 0, 40, 400]),
-        policy=rng.choice(["due", "due", "due", "car", "fcfs"]),
+        policy=rng.choice(["due", "due", *SCHEDULER_POLICIES]),
         window=rng.randint(1, 6),
         max_seqs=rng.choice([1, 1, 2, 3, 5]),
         step_tokens=rng.choice([16, 64, 256]),

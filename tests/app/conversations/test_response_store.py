@@ -271,7 +271,12 @@ async def test_two_servers_share_what_redis_holds_and_answer_while_it_is_away(
         assert "retry-after" in away.headers
         refused = await one.http.post("/v1/responses", json={**ask, "previous_response_id": first["id"]})
         assert refused.status_code == 503
-        assert (await one.http.get("/health")).json() == {"status": "ok", "engine": "ready", "redis": "open"}
+        assert (await one.http.get("/health")).json() == {
+            "status": "ok",
+            "engine": "ready",
+            "disk": "used",
+            "redis": "open",
+        }
         assert 'reprise_redis_breaker{state="open"} 1.0' in (await one.http.get("/metrics")).text
         redis_server.start()
         await asyncio.sleep(redis_store.PAUSE_S)

@@ -16,7 +16,7 @@ async def test_ready_follows_the_engine_and_health_is_patient(engine: FakeEngine
             assert (response.status_code, response.json()["error"]["code"]) == (503, "loading")
             assert int(response.headers["retry-after"]) >= 1
         assert (await running.chat()).status_code == 503
-        assert (await running.http.get("/health")).json() == {"status": "ok", "engine": "loading"}
+        assert (await running.http.get("/health")).json() == {"status": "ok", "engine": "loading", "disk": "used"}
         await running.app.state.readiness.wait_loaded()
         assert (await running.http.get("/ready")).json() == {"status": "ready", "model": "test-model"}
         engine.state = "restarting"

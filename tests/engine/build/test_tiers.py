@@ -13,6 +13,7 @@ import pytest
 from reprise.cache.blocks.keys import BLOCK_TOKENS
 from reprise.cache.storage.errors import BlockMissing
 from reprise.cache.storage.extent_reader import ExtentReader
+from reprise.kernels import checksums
 from reprise.kernels.attention import BACKENDS
 from reprise.kernels.attention.torch_cpu import TorchAttention
 from tests.engine.driver import Answer, Driver
@@ -100,6 +101,13 @@ def test_a_history_from_below_is_the_history(
     assert (stats.leases, stats.in_flight) == (0, 0)
     assert not driver.engine.is_moving()
     driver.close()
+
+
+@pytest.mark.parametrize("dram_bytes", [0, 100 * SLOT])
+def test_no_turn_waits_until_checksums_are_compiled(path: Path, dram_bytes: int) -> None:
+    checksums._compiled.cache_clear()
+    tiered(path, dram_bytes=dram_bytes)
+    assert checksums._compiled.cache_info().currsize == (1 if dram_bytes else 0)
 
 
 def test_with_room_for_all_nothing_is_computed_twice(path: Path, tmp_path: Path, expected: list[list[int]]) -> None:
