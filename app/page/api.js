@@ -83,8 +83,8 @@ export async function* serverSentEvents(response) {
 }
 
 /** What a path answers, as JSON. */
-export async function askFor(path) {
-  return (await request(path)).json();
+export async function askFor(path, signal) {
+  return (await request(path, { signal })).json();
 }
 
 export async function models() {
@@ -125,9 +125,9 @@ export function listSessions(after) {
   return askFor(`/v1/sessions?titles=true&limit=500&after=${encodeURIComponent(after)}`);
 }
 
-/** A page of a conversation's messages. `after`: the id of the last message before it, or null. */
-export function listMessages(id, after) {
-  return askFor(`/v1/sessions/${encodeURIComponent(id)}/messages?limit=1000${after === null ? "" : `&after=${after}`}`);
+/** A page of a conversation's messages. `after`: the place of the last message before it, or null. */
+export function listMessages(id, after, signal) {
+  return askFor(`/v1/sessions/${encodeURIComponent(id)}/messages?limit=1000${after === null ? "" : `&after=${after}`}`, signal);
 }
 
 /** Change a conversation's `title` or `pinned` in the server. */

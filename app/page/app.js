@@ -344,5 +344,6 @@ for (const button of document.querySelectorAll(".icon-button[aria-label]")) butt
 setTheme(document.documentElement.dataset.theme in THEMES ? document.documentElement.dataset.theme : "auto");
 await store.start();
 chat.placeOf = (id) => server.placeOf(id);
+chat.saidElsewhere = (...turn) => joined.saidElsewhere(...turn);
 await showFirst();
 connect();

@@ -36,6 +36,7 @@ export class Chat extends EventTarget {
     suggest: (text) => this.#tell("suggest", text),
   });
   placeOf = () => null; // where what was read of a conversation lies, by its id
+  saidElsewhere = async () => null; // as of Joined
   model = null;
   window = null; // the model's, in tokens
   sampling = null; // what the model is drawn with where a request says nothing
@@ -198,6 +199,7 @@ export class Chat extends EventTarget {
       keptAt = Date.now();
       store.saveProgress(conversation);
     };
+    await this.#join(writing, question);
     try {
       await followAnswer(answer, () => this.#body(conversation, answer), { signal: abort.signal, told });
     } catch (error) {
@@ -225,6 +227,21 @@ export class Chat extends EventTarget {
     await this.#keep(conversation);
     if (failure) this.#tell("error", failure);
     else if (conversation === this.#conversation) announce(answer);
+  }
+
+  /** Another device may have gone on with a conversation: a turn that does not know of it would write over it in the server. */
+  async #join({ conversation, answer, abort }, question) {
+    if (!conversation.messages.some(({ role, content }) => role === "assistant" && content)) return; // nothing was said yet
+    const shown = tree.path({ ...conversation, head: question ? question.parent : answer.content ? answer.id : answer.parent });
+    const chain = await this.saidElsewhere(conversation, shown, abort.signal);
+    if (!chain) return;
+    if (question) tree.graftBefore(conversation, chain, question);
+    else {
+      tree.graft(conversation, chain);
+      Object.assign(conversation, { head: answer.id });
+    }
+    answer.end = null;
+    if (conversation === this.#conversation) this.#draw();
   }
 
   #takeBack(conversation, question) {

@@ -1,7 +1,8 @@
 // Keeps what this browser and the server know of conversations together: names, and what was said elsewhere.
 
-import { path } from "./message_tree.js";
 import * as store from "./store.js";
+
+const PATIENCE_MS = 2000; // for which a turn waits to hear what was said elsewhere
 
 export class Joined {
   #chat;
@@ -21,12 +22,23 @@ export class Joined {
   async catchUp() {
     const { conversation } = this.#chat;
     const row = this.#server.get(conversation.id);
-    if (!row || this.#chat.streaming || this.#seen.get(row.id) === row.updated || !differs(conversation, row)) return;
+    if (!row?.count || this.#chat.streaming || this.#seen.get(row.id) === row.updated) return;
     this.#seen.set(row.id, row.updated);
     const { catchUp } = await import("./bring.js");
     if (!(await catchUp(conversation)) || this.#chat.conversation !== conversation || this.#chat.streaming) return;
     this.#chat.replace(await store.load(row.id));
     this.#changed();
+  }
+
+  /** What another device has said in a conversation, as a chain of messages, just before a turn of which `shown` is sent;
+   * null where that is nothing, or the server does not say it in time. */
+  async saidElsewhere(conversation, shown, signal) {
+    try {
+      const { saidElsewhere } = await import("./bring.js");
+      return await saidElsewhere(conversation, shown, AbortSignal.any([signal, AbortSignal.timeout(PATIENCE_MS)]));
+    } catch {
+      return null; // what this turn writes over is joined after it, in the browser that said it
+    }
   }
 
   /** The list of the server is another one: names that were given elsewhere count here too. */
@@ -48,10 +60,4 @@ export class Joined {
     const isKnown = !row?.count || row.title !== null || row.firstText.startsWith(title.replaceAll(/\s+/g, " ").trim());
     if (!isKnown) this.#server.rename(id, title);
   }
-}
-
-/** Whether the server may know more of a conversation than is shown of it here. */
-function differs(conversation, row) {
-  const here = path(conversation).length + (conversation.options.system.trim() ? 1 : 0);
-  return Boolean(row?.count) && row.count !== here;
 }

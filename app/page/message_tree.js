@@ -26,7 +26,8 @@ export function graft(conversation, chain) {
   let written = 0;
   for (const message of chain) {
     const there = conversation.messages.find((other) => other.parent === parent && isOne(other, message));
-    const isPart = there && there.content.length < message.content.length;
+    const isStopped = there?.end === "stopped" && message === chain.at(-1); // the server wrote a few words more, at which nobody looked
+    const isPart = there && !isStopped && there.content.trim().length < message.content.trim().length;
     if (isPart) Object.assign(there, { content: message.content, end: message.end });
     if (!there || isPart) written += 1;
     parent = (there ?? add(conversation, parent, message)).id;
@@ -37,7 +38,25 @@ export function graft(conversation, chain) {
 function isOne(one, other) {
   if (one.role !== other.role) return false;
   if (one.content === other.content) return true;
-  return one.role === "assistant" && Boolean(one.content && other.content) && (one.content.startsWith(other.content) || other.content.startsWith(one.content));
+  const [here, there] = [one.content.trim(), other.content.trim()];
+  return one.role === "assistant" && Boolean(here && there) && (here.startsWith(there) || there.startsWith(here));
+}
+
+/** As `graft`, while a question at the end of the tree waits for its answer, which stands below it: it comes below what was
+ * said elsewhere if that went on from the same place, unless it was asked in the place of another one. */
+export function graftBefore(conversation, chain, question) {
+  const { messages } = conversation;
+  const isEdit = versions(conversation, question).length > 1;
+  const own = messages.filter((message) => message === question || message.parent === question.id);
+  const grown = { messages: messages.filter((message) => !own.includes(message)), head: question.parent };
+  const written = graft(grown, chain);
+  if (!written) return 0;
+  if (!isEdit && path(grown).some(({ id }) => id === question.parent)) question.parent = grown.head;
+  let id = Math.max(0, ...grown.messages.map((message) => message.id));
+  for (const message of own) message.id = id += 1;
+  for (const answer of own) if (answer !== question) answer.parent = question.id;
+  Object.assign(conversation, { messages: [...grown.messages, ...own], head: own.at(-1).id });
+  return written;
 }
 
 /** Take a message out of which nothing has grown. The one above becomes the head if it was that. */
