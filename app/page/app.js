@@ -4,7 +4,7 @@ import * as address from "./address.js";
 import { apiKey, deleteSession, expectTurn, models } from "./api.js";
 import { Chat } from "./chat.js";
 import { Composer, forget as forgetDraft } from "./composer.js";
-import { icon } from "./dom.js";
+import { icon, isolated } from "./dom.js";
 import { Joined } from "./joined.js";
 import { Live } from "./live.js";
 import { NARROW, Panels } from "./panels.js";
@@ -113,7 +113,7 @@ function drawList() {
   const { id, title } = chat.conversation;
   sidebar.draw(id, chat.running);
   element("title").textContent = title || "New conversation";
-  document.title = title ? `${title} – Reprise` : "Reprise";
+  document.title = title ? `${isolated(title)} – Reprise` : "Reprise";
 }
 
 /** Tells the server that a conversation which is opened or typed into will go on. */
@@ -185,8 +185,9 @@ async function forget(id, title) {
   const { confirmDelete } = await dialogs();
   if (!(await confirmDelete(title))) return;
   await chat.stop(id);
+  let isGone;
   try {
-    await deleteInServer(id);
+    isGone = await deleteInServer(id);
   } catch (error) {
     notice(`Not deleted: ${error.message}`);
     return;
@@ -194,17 +195,18 @@ async function forget(id, title) {
   server.forget(id);
   await store.remove(id);
   forgetDraft(id);
-  element("list-status").textContent = `“${title}” is gone from this browser and from every tier of the server.`;
+  element("list-status").textContent = isGone
+    ? `“${isolated(title)}” is gone from this browser and from every tier of the server.`
+    : `“${isolated(title)}” is gone from this browser. The server was not told: it has no way to delete a conversation.`;
   if (id === chat.conversation.id) show(fresh(), false);
   else drawList();
 }
 
-/** The server takes a moment to end a request that was stopped, and until then deletes nothing. */
+/** As `deleteSession`. The server takes a moment to end a request that was stopped, and until then deletes nothing. */
 async function deleteInServer(id) {
   for (const until = Date.now() + DELETE_PATIENCE_MS; ; ) {
     try {
-      await deleteSession(id);
-      return;
+      return await deleteSession(id);
     } catch (error) {
       if (error.code !== "session_busy" || Date.now() > until) throw error;
       await new Promise((resolve) => setTimeout(resolve, 200));
@@ -267,7 +269,7 @@ sidebar.addEventListener("pin", async ({ detail: { id, title, pinned } }) => {
   try {
     await server.pin(id, pinned);
   } catch (error) {
-    notice(`“${title}” is not ${pinned ? "pinned" : "unpinned"}: ${error.message}`);
+    notice(`“${isolated(title)}” is not ${pinned ? "pinned" : "unpinned"}: ${error.message}`);
   }
 });
 listenToTransfers({

@@ -69,7 +69,7 @@ function asSaid(list) {
     const text = asText(content);
     if (role === "user") return { role, content: text };
     if (role !== "assistant" || calls?.length) throw new Error("It has calls of tools or more than one system prompt, which this page does not show.");
-    return { role, content: text, thought: asText(thought), thought_ms: null, report: null, end: "stop", limit: null };
+    return { role, content: text, thought: asText(thought), thought_ms: null, report: null, end: "unknown", limit: null };
   });
   if (!messages.length) throw new Error("The server keeps no messages of it.");
   return { system: hasSystem ? asText(first.content) : "", messages };

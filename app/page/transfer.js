@@ -10,7 +10,7 @@ const MAX_CONVERSATIONS = 20_000;
 const MAX_MESSAGES = 20_000; // of one conversation
 const ID = /^[\w.:-]{1,100}$/;
 const TIMINGS = ["queue_ms", "load_ms", "prefill_ms", "tokens_per_s", "ttft_ms"];
-const ENDS = ["stop", "length", "stopped"];
+const ENDS = ["stop", "length", "stopped", "unknown"];
 
 /** A Blob of all conversations. One after the other is read. */
 export async function allAsJson() {

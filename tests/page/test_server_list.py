@@ -267,3 +267,30 @@ def test_a_phone_shows_the_models_name(page: Any) -> None:
     pill.evaluate("(pill) => { pill.textContent = 'SmolLM2-135M-Instruct'; }")
     assert pill.evaluate("(pill) => pill.scrollHeight <= pill.clientHeight + 1")
     assert page.evaluate("document.documentElement.scrollWidth") == 390
+
+
+def delete(page: Any, name: str) -> None:
+    page.get_by_role("button", name=f"Delete “{name}”").click()
+    page.get_by_role("button", name="Delete", exact=True).click()
+
+
+@pytest.mark.parametrize("code", ["unknown_url", None])
+def test_a_server_that_cannot_delete_is_not_said_to_have(page: Any, server: Served, code: str | None) -> None:
+    send(page, "Secret")
+    body = {"error": {"message": "Unknown URL", "code": code}}
+
+    def refuse(route: Any) -> None:
+        route.fulfill(status=404, json=body) if route.request.method == "DELETE" else route.continue_()
+
+    page.route("**/v1/sessions/*", refuse)
+    delete(page, "Secret")
+    page.get_by_text("The server was not told: it has no way to delete a conversation.").wait_for()
+    page.unroute("**/v1/sessions/*")
+    assert page.get_by_text("every tier of the server").count() == 0
+
+
+def test_what_the_server_never_heard_of_is_gone(page: Any) -> None:
+    page.evaluate(WRITE, [{"id": "page-mine", "title": "Mine", "daysAgo": 1, "said": "Mine"}])
+    reload(page)
+    delete(page, "Mine")
+    page.get_by_text("“Mine” is gone from this browser and from every tier of the server.").wait_for()

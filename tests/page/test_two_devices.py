@@ -105,3 +105,19 @@ def test_a_turn_with_the_same_words_makes_no_circle(page: Any) -> None:
       return [written, path(here).map(({ content }) => content), new Set(here.messages.map(({ id }) => id)).size];
     }"""
     assert page.evaluate(join) == [2, ["a", "b", "Go on", "c", "Go on", ""], 6]
+
+
+def test_the_last_answer_that_was_brought_may_be_a_part_and_goes_on(page: Any, device: Any, server: Served) -> None:
+    page.get_by_role("button", name="System prompt and sampling").click()
+    page.get_by_label("Longest answer").fill("3")
+    page.get_by_role("button", name="Done").click()
+    send(page, "One")
+    page.get_by_text("Ended at its limit of 3 tokens.").wait_for()
+    open_there(device, "One", 1)
+    ending = device.locator("article.theirs .ending")
+    ending.get_by_role("button", name="Answer again").wait_for()
+    assert ending.locator("p").count() == 0, "nothing is claimed of its end"
+    with device.expect_request("**/v1/chat/completions") as asked:
+        ending.get_by_role("button", name="Continue").click()
+    assert asked.value.post_data_json["continue_final_message"] is True
+    ending.wait_for(state="hidden")
