@@ -7,6 +7,7 @@ import { Composer, forget as forgetDraft } from "./composer.js";
 import { icon, isolated } from "./dom.js";
 import { Joined } from "./joined.js";
 import { Live } from "./live.js";
+import { onDemand } from "./on_demand.js";
 import { NARROW, Panels } from "./panels.js";
 import { ServerList } from "./server_list.js";
 import { Sidebar } from "./sidebar.js";
@@ -15,13 +16,23 @@ import { listen as listenToTransfers } from "./transfer_buttons.js";
 
 const element = (id) => document.querySelector(`#${id}`);
 // Loaded when they are wanted, as is what shows a fleet: a first visit is to be light.
-const dialogs = () => import("./settings.js");
-const bring = async (...args) => (await import("./bring.js")).bring(...args);
+const bring = async (...args) => (await onDemand("bring")).bring(...args);
 const THEMES = { auto: "as the system", light: "light", dark: "dark" };
 
 const EXPECT_AGAIN_MS = 30_000; // what was brought to memory may have left it again
 // Conversation -> when the server last answered in it, or was last told that it goes on. Infinity: it knows nothing of it.
 const expected = new Map();
+
+/** The dialogs, or null where they cannot be fetched, which is said. */
+async function dialogs() {
+  return onDemand("settings").catch(({ message }) => {
+    notice(message);
+    return null;
+  });
+}
+
+const UNBEGUN = "reprise.options"; // of a new conversation of this tab, for a reload
+let unbegun = null; // the id of the conversation whose they are
 
 let openings = 0; // of conversations, so that one that is fetched does not come over another
 
@@ -63,7 +74,7 @@ async function connect() {
     } catch (error) {
       if (error.status === 401) {
         showServer("away", "key wanted");
-        await (await dialogs()).askKey("This server wants a key. It is sent to this server only.");
+        await (await dialogs())?.askKey("This server wants a key. It is sent to this server only.");
         if (!apiKey.get()) return; // the key button asks again
       } else {
         if (error.code === "no_replica") watchFleet(); // it is there although none of its servers is
@@ -75,8 +86,9 @@ async function connect() {
 }
 
 async function watchFleet() {
-  const { Fleet } = await import("./fleet.js");
-  fleet ??= new Fleet();
+  const found = await onDemand("fleet").catch(() => null); // it is asked for again, or the live view goes without
+  if (!found) return;
+  fleet ??= new found.Fleet();
   fleet.start();
 }
 
@@ -103,8 +115,8 @@ document.addEventListener("visibilitychange", () => {
 live.addEventListener("sessions", ({ detail: sessions }) => server.hear(sessions));
 live.addEventListener("turn", ({ detail: turn }) => chat.hear(turn));
 element("open-key").addEventListener("click", async () => {
-  const { askKey } = await dialogs();
-  if (await askKey("Sent to this server only. Leave it empty where no key is needed.")) connect();
+  const found = await dialogs();
+  if (await found?.askKey("Sent to this server only. Leave it empty where no key is needed.")) connect();
 });
 
 // --- conversations ------------------------------------------------------------------------------------------------------
@@ -168,11 +180,30 @@ async function showFirst() {
   show(await store.load(store.last()), false);
 }
 
-/** A new conversation begins with the settings of the one before. */
+/** A new conversation begins with the settings that were made for one, else with those of the one before. */
 function fresh() {
   const conversation = store.create();
-  if (chat.conversation.messages.length) conversation.options = { ...chat.conversation.options };
+  const kept = readKept();
+  if (kept) {
+    unbegun = conversation.id;
+    conversation.options = { ...conversation.options, ...kept };
+  } else if (chat.conversation.messages.length) conversation.options = { ...chat.conversation.options };
   return conversation;
+}
+
+function readKept() {
+  try {
+    return JSON.parse(sessionStorage.getItem(UNBEGUN));
+  } catch {
+    return null;
+  }
+}
+
+function keepUnbegun({ id, options }) {
+  unbegun = id;
+  try {
+    sessionStorage.setItem(UNBEGUN, JSON.stringify(options));
+  } catch {} // full: they hold until the page is loaded anew
 }
 
 /** Something to know about that is no part of the conversation; an empty one goes away. */
@@ -182,8 +213,8 @@ function notice(text) {
 }
 
 async function forget(id, title) {
-  const { confirmDelete } = await dialogs();
-  if (!(await confirmDelete(title))) return;
+  const found = await dialogs();
+  if (!(await found?.confirmDelete(title))) return;
   await chat.stop(id);
   let isGone;
   try {
@@ -230,6 +261,7 @@ store.onChange(async (id) => {
     if (now) conversation.title = now.title;
     if (now && now.revision !== conversation.revision) chat.replace(now);
     else if (!now && conversation.revision) {
+      composer.moveOn();
       show(store.create(), false);
       notice("Another tab has deleted this conversation.");
     }
@@ -237,6 +269,7 @@ store.onChange(async (id) => {
   drawList();
 });
 chat.addEventListener("change", ({ detail }) => {
+  if (detail.id === unbegun) sessionStorage.removeItem(UNBEGUN); // it has begun, and keeps them itself
   if (!chat.running.includes(detail.id)) {
     expected.set(detail.id, Date.now()); // its KV is in memory
     server.refreshSoon();
@@ -282,12 +315,12 @@ listenToTransfers({
 address.onStep((id) => showById(id, false));
 element("new").addEventListener("click", () => show(fresh()));
 element("open-settings").addEventListener("click", async () => {
-  const { editOptions } = await dialogs();
-  const options = await editOptions(chat.conversation.options, chat.sampling);
+  const found = await dialogs();
+  const options = await found?.editOptions(chat.conversation.options, chat.sampling);
   if (!options) return;
   const { conversation } = chat; // by now: another tab may have gone on with it
   conversation.options = options;
-  if (!conversation.messages.length) return;
+  if (!conversation.messages.length) return keepUnbegun(conversation);
   notice(NOTICES[await store.save(conversation)]);
   drawList();
 });

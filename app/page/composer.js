@@ -45,6 +45,17 @@ export class Composer extends EventTarget {
     fit();
   }
 
+  /** The conversation that is open is gone: what is written stays in the field, and begins the next one. */
+  moveOn() {
+    const text = message.value;
+    forget(this.#key);
+    this.#key = NEW;
+    if (!text.trim()) return;
+    const there = localStorage.getItem(DRAFT + NEW) ?? "";
+    message.value = there.trim() ? `${text}\n${there}` : text;
+    this.#changed();
+  }
+
   /** The conversation that is open has begun, or was kept under another id: what is written belongs to it. */
   follow(conversation) {
     const key = keyOf(conversation);

@@ -1,5 +1,6 @@
 // Keeps what this browser and the server know of conversations together: names, and what was said elsewhere.
 
+import { onDemand } from "./on_demand.js";
 import * as store from "./store.js";
 
 const PATIENCE_MS = 2000; // for which a turn waits to hear what was said elsewhere
@@ -24,8 +25,8 @@ export class Joined {
     const row = this.#server.get(conversation.id);
     if (!row?.count || this.#chat.streaming || this.#seen.get(row.id) === row.updated) return;
     this.#seen.set(row.id, row.updated);
-    const { catchUp } = await import("./bring.js");
-    if (!(await catchUp(conversation)) || this.#chat.conversation !== conversation || this.#chat.streaming) return;
+    const found = await onDemand("bring").catch(() => null); // it is looked at again when the list is another one
+    if (!(await found?.catchUp(conversation)) || this.#chat.conversation !== conversation || this.#chat.streaming) return;
     this.#chat.replace(await store.load(row.id));
     this.#changed();
   }
@@ -34,7 +35,7 @@ export class Joined {
    * null where that is nothing, or the server does not say it in time. */
   async saidElsewhere(conversation, shown, signal) {
     try {
-      const { saidElsewhere } = await import("./bring.js");
+      const { saidElsewhere } = await onDemand("bring");
       return await saidElsewhere(conversation, shown, AbortSignal.any([signal, AbortSignal.timeout(PATIENCE_MS)]));
     } catch {
       return null; // what this turn writes over is joined after it, in the browser that said it

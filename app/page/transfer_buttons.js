@@ -1,20 +1,19 @@
 // The buttons under the list: conversations leave as files, and come back. What does it is loaded when it is wanted.
 
-const element = (id) => document.querySelector(`#${id}`);
-const transfer = () => import("./transfer.js");
+import { onDemand } from "./on_demand.js";
 
-/** Make them work. `current()`: the conversation that is open. `done(problem)` is called after an import, with a sentence
- * if it failed, else "". */
+const element = (id) => document.querySelector(`#${id}`);
+const transfer = () => onDemand("transfer");
+
+/** Make them work. `current()`: the conversation that is open. `done(problem)` is called after an import, and when something
+ * failed: with a sentence if so, else "". */
 export function listen({ current, done }) {
-  element("export").addEventListener("click", async () => {
-    const { allAsJson, download } = await transfer();
-    download(await allAsJson(), "conversations.json");
-  });
-  element("export-one").addEventListener("click", async () => {
+  const exporting = (work) => () => transfer().then(work).catch(({ message }) => done(`Not exported: ${message}`));
+  element("export").addEventListener("click", exporting(async ({ allAsJson, download }) => download(await allAsJson(), "conversations.json")));
+  element("export-one").addEventListener("click", exporting(({ asMarkdown, download, fileName }) => {
     const conversation = current();
-    const { asMarkdown, download, fileName } = await transfer();
     if (conversation.messages.length) download(asMarkdown(conversation), fileName(conversation.title, "md"));
-  });
+  }));
   element("import").addEventListener("click", () => element("import-file").click());
   element("import-file").addEventListener("change", async () => {
     const [file] = element("import-file").files;

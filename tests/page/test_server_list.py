@@ -294,3 +294,21 @@ def test_what_the_server_never_heard_of_is_gone(page: Any) -> None:
     reload(page)
     delete(page, "Mine")
     page.get_by_text("“Mine” is gone from this browser and from every tier of the server.").wait_for()
+
+
+def test_the_list_says_how_many_it_leaves_out_and_that_they_are_not_searched(page: Any) -> None:
+    rows = [
+        {
+            "id": f"s{place}", "title": f"Chat {place}", "first_text": "", "last_used_at": 1000 + place, "blocks": {},
+            "expires_at": None, "pinned": False, "num_messages": 2, "cache_salt": None,
+        }
+        for place in range(503)
+    ]  # fmt: skip
+    answer = {"object": "list", "data": rows, "first_id": "s0", "last_id": "s502", "has_more": False}
+    page.route("**/v1/sessions?*", lambda route: route.fulfill(json=answer))
+    reload(page)
+    page.get_by_text("The server has 3 more; the newest 500 are shown.").wait_for()
+    assert page.locator(ROWS).count() == 500
+    page.get_by_label("Search conversations").fill("Chat 1")
+    page.get_by_text("Only the newest 500 of the server were searched, not 3 older ones.").wait_for()
+    page.unroute("**/v1/sessions?*")
