@@ -12,10 +12,9 @@ import { NARROW, Panels } from "./panels.js";
 import { ServerList } from "./server_list.js";
 import { Sidebar } from "./sidebar.js";
 import * as store from "./store.js";
-import { listen as listenToTransfers } from "./transfer_buttons.js";
 
 const element = (id) => document.querySelector(`#${id}`);
-// Loaded when they are wanted, as is what shows a fleet: a first visit is to be light.
+// Much is loaded when it is wanted: a first visit is to be light.
 const bring = async (...args) => (await onDemand("bring")).bring(...args);
 const THEMES = { auto: "as the system", light: "light", dark: "dark" };
 
@@ -23,13 +22,15 @@ const EXPECT_AGAIN_MS = 30_000; // what was brought to memory may have left it a
 // Conversation -> when the server last answered in it, or was last told that it goes on. Infinity: it knows nothing of it.
 const expected = new Map();
 
-/** The dialogs, or null where they cannot be fetched, which is said. */
-async function dialogs() {
-  return onDemand("settings").catch(({ message }) => {
+/** A module, or null where it cannot be fetched, which is said. */
+async function wanted(name) {
+  return onDemand(name).catch(({ message }) => {
     notice(message);
     return null;
   });
 }
+
+const dialogs = () => wanted("settings");
 
 const UNBEGUN = "reprise.options"; // of a new conversation of this tab, for a reload
 let unbegun = null; // the id of the conversation whose they are
@@ -281,7 +282,10 @@ chat.addEventListener("change", ({ detail }) => {
   notice(NOTICES[detail.saved]);
 });
 chat.addEventListener("refused", ({ detail: { text, conversation } }) => composer.giveBack(text, conversation));
-chat.addEventListener("fork", async ({ detail: conversation }) => {
+chat.addEventListener("fork", async ({ detail: message }) => {
+  const found = await wanted("fork");
+  if (!found) return;
+  const conversation = found.forkAt(chat.conversation, message);
   const saved = await store.save(conversation);
   show(conversation);
   notice(NOTICES[saved]);
@@ -305,13 +309,15 @@ sidebar.addEventListener("pin", async ({ detail: { id, title, pinned } }) => {
     notice(`“${isolated(title)}” is not ${pinned ? "pinned" : "unpinned"}: ${error.message}`);
   }
 });
-listenToTransfers({
-  current: () => chat.conversation,
-  done(problem) {
-    notice(problem);
-    drawList();
-  },
-});
+async function transfer(name) {
+  const found = await wanted("transfer_buttons");
+  notice(found ? await found.press(name, chat) : element("notice").textContent);
+  drawList();
+}
+
+for (const name of ["export", "export-one"]) element(name).addEventListener("click", () => transfer(name));
+element("import").addEventListener("click", () => element("import-file").click());
+element("import-file").addEventListener("change", () => transfer("import"));
 address.onStep((id) => showById(id, false));
 element("new").addEventListener("click", () => show(fresh()));
 element("open-settings").addEventListener("click", async () => {
@@ -379,6 +385,6 @@ for (const button of document.querySelectorAll(".icon-button[aria-label]")) butt
 setTheme(document.documentElement.dataset.theme in THEMES ? document.documentElement.dataset.theme : "auto");
 await store.start();
 chat.placeOf = (id) => server.placeOf(id);
-chat.saidElsewhere = (...turn) => joined.saidElsewhere(...turn);
+chat.join = (...turn) => joined.join(...turn);
 await showFirst();
 connect();

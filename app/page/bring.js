@@ -1,10 +1,12 @@
 // Brings a conversation that the server keeps into this browser, or what was said in it elsewhere.
 
 import { listMessages } from "./api.js";
-import { graft, path } from "./message_tree.js";
+import { graft, graftBefore } from "./graft.js";
+import { path } from "./message_tree.js";
 import * as store from "./store.js";
 
 const MAX_PAGES = 100; // of at most 1,000 messages or 4 MiB each
+const PATIENCE_MS = 2000; // for which a turn waits to hear what was said elsewhere
 const TAIL = 2; // messages at the end that tell whether a conversation went on elsewhere: every turn sends all that were before
 
 /** A conversation out of what the server keeps of it, which is not in this browser yet. `row`: what the list says of it,
@@ -36,9 +38,26 @@ export async function catchUp(conversation) {
   }
 }
 
+/** Add to a conversation, just before a turn is sent, what another device has said in it. `answer`: the one to be written;
+ * `question`: the message that was just written, or null. Returns whether the server has something else. Throws as `bring`
+ * does, and if the server does not say it in time. */
+export async function joinTurn(conversation, answer, question, signal) {
+  const head = question ? question.parent : answer.content ? answer.id : answer.parent;
+  const inTime = AbortSignal.any([signal, AbortSignal.timeout(PATIENCE_MS)]);
+  const chain = await saidElsewhere(conversation, path({ ...conversation, head }), inTime);
+  if (!chain) return false;
+  if (question) graftBefore(conversation, chain, question);
+  else {
+    graft(conversation, chain);
+    conversation.head = answer.id;
+  }
+  answer.end = null;
+  return true;
+}
+
 /** The chain of messages that the server has of a conversation, or null where it ends as what is shown here does.
  * Throws as `bring` does. */
-export async function saidElsewhere(conversation, shown = path(conversation), signal) {
+async function saidElsewhere(conversation, shown = path(conversation), signal) {
   const said = shown.filter(({ role, content }) => role === "user" || content); // an empty answer is not sent
   const before = said.length - TAIL + (conversation.options.system.trim() ? 1 : 0);
   if (said.length >= TAIL) {

@@ -17,7 +17,7 @@ const REFUSED = new Set([400, 413, 422]); // however often it is sent
 const announcement = document.querySelector("#announce");
 
 /** Events: `change` after every message, `error` with an ApiError the page has to act upon, `refused` with the text of a
- * message that the server will never take and its conversation, `suggest` with a text, `fork` with a conversation. */
+ * message that the server will never take and its conversation, `suggest` with a text, `fork` with a message. */
 export class Chat extends EventTarget {
   #conversation = store.create();
   // {conversation, answer, abort, state, progress, idle_ms, done} of each answer that is written, the oldest first. idle_ms: for
@@ -30,13 +30,13 @@ export class Chat extends EventTarget {
     again: () => this.again(),
     goOn: () => this.goOn(),
     edit: (message, text) => this.edit(message, text),
-    fork: (message) => this.#tell("fork", this.#forkAt(message)),
+    fork: (message) => this.#tell("fork", message),
     choose: (message) => this.#choose(message),
     isBusy: () => this.streaming,
     suggest: (text) => this.#tell("suggest", text),
   });
   placeOf = () => null; // where what was read of a conversation lies, by its id
-  saidElsewhere = async () => null; // as of Joined
+  join = async () => false; // as of Joined
   model = null;
   window = null; // the model's, in tokens
   sampling = null; // what the model is drawn with where a request says nothing
@@ -155,11 +155,6 @@ export class Chat extends EventTarget {
     this.#keep(this.#conversation);
   }
 
-  #forkAt(message) {
-    const { title, options, id } = this.#conversation;
-    return { ...store.create(), ...structuredClone(tree.chainTo(this.#conversation, message)), title: forkTitle(title, store.list()), options: { ...options }, forked: { id, title } };
-  }
-
   async #ask(question) {
     await this.#write(this.#newAnswer(question), question);
   }
@@ -231,16 +226,8 @@ export class Chat extends EventTarget {
 
   /** Another device may have gone on with a conversation: a turn that does not know of it would write over it in the server. */
   async #join({ conversation, answer, abort }, question) {
-    if (!conversation.messages.some(({ role, content }) => role === "assistant" && content)) return; // nothing was said yet
-    const shown = tree.path({ ...conversation, head: question ? question.parent : answer.content ? answer.id : answer.parent });
-    const chain = await this.saidElsewhere(conversation, shown, abort.signal);
-    if (!chain) return;
-    if (question) tree.graftBefore(conversation, chain, question);
-    else {
-      tree.graft(conversation, chain);
-      Object.assign(conversation, { head: answer.id });
-    }
-    answer.end = null;
+    const mayHaveGoneOn = conversation.messages.some(({ role, content }) => role === "assistant" && content);
+    if (!mayHaveGoneOn || !(await this.join(conversation, answer, question, abort.signal))) return;
     if (conversation === this.#conversation) this.#draw();
   }
 
@@ -294,15 +281,6 @@ export class Chat extends EventTarget {
   #tell(type, detail) {
     this.dispatchEvent(new CustomEvent(type, { detail }));
   }
-}
-
-/** "Foxes (fork)", then "Foxes (fork 2)", also for a fork of a fork. */
-function forkTitle(title, there) {
-  const base = title.replace(/ \(fork(?: \d+)?\)$/, "");
-  const taken = new Set(there.map((entry) => entry.title));
-  let name = `${base} (fork)`;
-  for (let count = 2; taken.has(name); count += 1) name = `${base} (fork ${count})`;
-  return name;
 }
 
 function asSent({ role, content, thought }) {

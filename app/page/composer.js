@@ -45,15 +45,12 @@ export class Composer extends EventTarget {
     fit();
   }
 
-  /** The conversation that is open is gone: what is written stays in the field, and begins the next one. */
+  /** The conversation that is open is gone: what is written begins the next one. */
   moveOn() {
     const text = message.value;
+    message.value = "";
     forget(this.#key);
-    this.#key = NEW;
-    if (!text.trim()) return;
-    const there = localStorage.getItem(DRAFT + NEW) ?? "";
-    message.value = there.trim() ? `${text}\n${there}` : text;
-    this.#changed();
+    if (text.trim()) this.giveBack(text, { messages: [] });
   }
 
   /** The conversation that is open has begun, or was kept under another id: what is written belongs to it. */

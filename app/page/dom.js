@@ -23,22 +23,10 @@ export function s(tag, attributes = {}, ...children) {
   return element;
 }
 
-// What may turn the order of the words around it: letters that run from right to left, and marks of direction.
-const TURNS = /[\u0590-\u08ff\u200f\u202a-\u202e\u2066-\u2069\ufb1d-\ufdff\ufe70-\ufefc\u{10800}-\u{10fff}\u{1e800}-\u{1efff}]/u;
+const TURNS = /[\p{Bidi_C}\p{sc=Arab}\p{sc=Hebr}\p{sc=Syrc}\p{sc=Thaa}\p{sc=Nkoo}]/u;
 
-/** A text of somebody's for a sentence of ours, which stands as it is however the text runs. */
-export function isolated(text) {
-  if (!TURNS.test(text)) return text;
-  let open = 0;
-  const kept = [...text].filter((char) => {
-    if (/[\u2066-\u2068]/.test(char)) open += 1;
-    if (char !== "\u2069") return true;
-    if (!open) return false; // it would end the isolation itself
-    open -= 1;
-    return true;
-  });
-  return `\u2068${kept.join("")}${"\u2069".repeat(open + 1)}`;
-}
+/** A text of somebody's for a sentence of ours, whose order stays however the text runs. */
+export const isolated = (text) => (TURNS.test(text) ? `\u2068${text.replaceAll(/[\u2066-\u2069]/g, "")}\u2069` : text);
 
 const ICONS = {
   menu: "M4 7h16M4 12h16M4 17h16",

@@ -3,8 +3,6 @@
 import { onDemand } from "./on_demand.js";
 import * as store from "./store.js";
 
-const PATIENCE_MS = 2000; // for which a turn waits to hear what was said elsewhere
-
 export class Joined {
   #chat;
   #server;
@@ -31,14 +29,12 @@ export class Joined {
     this.#changed();
   }
 
-  /** What another device has said in a conversation, as a chain of messages, just before a turn of which `shown` is sent;
-   * null where that is nothing, or the server does not say it in time. */
-  async saidElsewhere(conversation, shown, signal) {
+  /** As `joinTurn`. What a turn writes over that did not hear of it in time is joined later, in the browser that said it. */
+  async join(conversation, answer, question, signal) {
     try {
-      const { saidElsewhere } = await onDemand("bring");
-      return await saidElsewhere(conversation, shown, AbortSignal.any([signal, AbortSignal.timeout(PATIENCE_MS)]));
+      return await (await onDemand("bring")).joinTurn(conversation, answer, question, signal);
     } catch {
-      return null; // what this turn writes over is joined after it, in the browser that said it
+      return false;
     }
   }
 

@@ -3,8 +3,8 @@
 const loaded = new Map(); // name -> module
 let tries = 0;
 
-/** A module of this page by its name. Throws Error with a sentence for people where it cannot be fetched; the next call tries
- * again, under another address, since browsers remember that one could not be fetched. */
+/** A module. Throws Error with a sentence for people; the next call tries again, under another address, since browsers
+ * remember that one could not be fetched. */
 export async function onDemand(name) {
   if (!loaded.has(name)) loaded.set(name, await fetched(name));
   return loaded.get(name);
@@ -15,6 +15,6 @@ async function fetched(name) {
     return await import(tries ? `./${name}.js?try=${tries}` : `./${name}.js`);
   } catch {
     tries += 1;
-    throw new Error("This part of the page cannot be fetched: there is no connection to the server. Try again when it is back.");
+    throw new Error("This part of the page cannot be fetched: there is no connection to the server. Try again.");
   }
 }

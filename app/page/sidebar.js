@@ -79,8 +79,8 @@ export class Sidebar extends EventTarget {
   }
 
   #unshownInWords(unshown) {
-    const [shown, more] = [number(MAX_SHOWN), number(unshown)];
-    return this.#query ? `Only the newest ${shown} of the server were searched, not ${more} older ones.` : `The server has ${more} more; the newest ${shown} are shown.`;
+    const more = number(unshown);
+    return this.#query ? `Only the newest ${MAX_SHOWN} of the server were searched, not ${more} older ones.` : `The server has ${more} more; the newest ${MAX_SHOWN} are shown.`;
   }
 
   #section(name) {

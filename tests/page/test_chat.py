@@ -406,6 +406,7 @@ def test_what_two_tabs_say_at_once_is_kept_twice(page: Any, server: Served, othe
     composer(page).fill("Slow one")
     page.keyboard.press("Enter")
     other.locator("article.mine").filter(has_text="Slow one").wait_for()
+    page.locator("article.theirs").filter(has_text="fox").wait_for()  # the server has begun
     server.engine.script = Script()
     send(other, "Fast two")
     page.get_by_role("alert").filter(has_text="kept as a conversation of its own").wait_for()

@@ -255,7 +255,7 @@ def test_marks_of_direction_in_a_title_do_not_turn_the_question(page: Any) -> No
     page.locator("#conversations li").get_by_title("Delete").click()
     asked = page.locator("#confirm-what")
     asked.wait_for()
-    assert asked.inner_text().startswith("“\u2068\u202eflesym eteled \u2067x\u2069\u2069” leaves this browser")
+    assert asked.inner_text().startswith("“\u2068\u202eflesym eteled x\u2069” leaves this browser")
     page.get_by_role("button", name="Cancel").click()
     plain = "async () => (await import('/page/dom.js')).isolated('Foxes – 狐')"
     assert page.evaluate(plain) == "Foxes – 狐"

@@ -13,14 +13,14 @@ pytestmark = pytest.mark.servers
 
 FILL = """async ([conversations, turns]) => {
   const store = await import("/page/store.js");
-  const tree = await import("/page/message_tree.js");
+  const fork = await import("/page/fork.js");
   const answer = (content) => ({ role: "assistant", content, thought: "", report: null, end: "stop", limit: null });
   const made = (title, count) => {
     const said = Array.from({ length: count }, (_, n) => [
       { role: "user", content: `Question ${n}?` },
       answer(`It is **needle${n}**.\n\n- one\n- two`),
     ]);
-    return { ...store.create(), title, revision: 1, ...tree.chainOf(said.flat()) };
+    return { ...store.create(), title, revision: 1, ...fork.chainOf(said.flat()) };
   };
   const all = Array.from({ length: conversations }, (_, n) => made(`Conversation ${n}`, turns));
   await store.adopt(all);

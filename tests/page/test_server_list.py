@@ -114,7 +114,9 @@ def test_what_was_said_elsewhere_in_the_place_of_a_message_is_a_version(page: An
 
 def test_a_part_of_an_answer_is_made_whole_and_nothing_is_written_twice(page: Any) -> None:
     graft = """async () => {
-      const { chainOf, graft, path } = await import("/page/message_tree.js");
+      const { chainOf } = await import("/page/fork.js");
+      const { path } = await import("/page/message_tree.js");
+      const { graft } = await import("/page/graft.js");
       const said = (content, place) => ({ role: place % 2 ? "assistant" : "user", content, end: "stop" });
       const one = chainOf(["a", "Once upo"].map(said));
       const written = [graft(one, ["a", "Once"].map(said)), graft(one, ["a", "Once upon", "c"].map(said))];

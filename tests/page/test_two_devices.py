@@ -98,7 +98,9 @@ def test_an_edit_stands_beside_what_another_device_has_said(page: Any, device: A
 
 def test_a_turn_with_the_same_words_makes_no_circle(page: Any) -> None:
     join = """async () => {
-      const { chainOf, graftBefore, path } = await import("/page/message_tree.js");
+      const { chainOf } = await import("/page/fork.js");
+      const { path } = await import("/page/message_tree.js");
+      const { graftBefore } = await import("/page/graft.js");
       const said = (content, place) => ({ role: place % 2 ? "assistant" : "user", content, end: "stop" });
       const here = chainOf(["a", "b", "Go on", ""].map(said));
       const written = graftBefore(here, ["a", "b", "Go on", "c"].map(said), here.messages[2]);
