@@ -5,6 +5,9 @@ const KEY = "reprise.key";
 // Codes of errors after which the same request will be answered, once the server is there again.
 const AWAY = new Set(["connection", "loading", "restarting", "engine_lost", "draining", "no_replica"]);
 
+// Codes of a 404 that comes from the endpoint of a session, which is not known there.
+const UNKNOWN_SESSION = new Set(["session_not_found", "no_transcript"]);
+
 // Of errors that come in a stream, which has a status of its own.
 const STATUS = { invalid_request_error: 400, authentication_error: 401, rate_limit_error: 429 };
 
@@ -83,8 +86,8 @@ export async function* serverSentEvents(response) {
 }
 
 /** What a path answers, as JSON. */
-export async function askFor(path) {
-  return (await request(path)).json();
+export async function askFor(path, signal) {
+  return (await request(path, { signal })).json();
 }
 
 export async function models() {
@@ -125,9 +128,9 @@ export function listSessions(after) {
   return askFor(`/v1/sessions?titles=true&limit=500&after=${encodeURIComponent(after)}`);
 }
 
-/** A page of a conversation's messages. `after`: the id of the last message before it, or null. */
-export function listMessages(id, after) {
-  return askFor(`/v1/sessions/${encodeURIComponent(id)}/messages?limit=1000${after === null ? "" : `&after=${after}`}`);
+/** A page of a conversation's messages. `after`: the place of the last message before it, or null. */
+export function listMessages(id, after, signal) {
+  return askFor(`/v1/sessions/${encodeURIComponent(id)}/messages?limit=1000${after === null ? "" : `&after=${after}`}`, signal);
 }
 
 /** Change a conversation's `title` or `pinned` in the server. */
@@ -142,11 +145,14 @@ export function expectTurn(id) {
   return told.then(() => true, (error) => error.status !== 404);
 }
 
-/** The KV and the transcript leave every tier of the server. A session it never heard of is as good as deleted. */
+/** The KV and the transcript leave every tier of the server. A session it never heard of is as good as deleted. Returns
+ * whether the server can delete: false if it has no such endpoint. */
 export async function deleteSession(id) {
   try {
     await request(`/v1/sessions/${encodeURIComponent(id)}`, { method: "DELETE" });
   } catch (error) {
-    if (error.status !== 404) throw error;
+    if (error.status !== 404 && error.status !== 405) throw error;
+    return UNKNOWN_SESSION.has(error.code);
   }
+  return true;
 }

@@ -4,24 +4,36 @@ import * as address from "./address.js";
 import { apiKey, deleteSession, expectTurn, models } from "./api.js";
 import { Chat } from "./chat.js";
 import { Composer, forget as forgetDraft } from "./composer.js";
-import { icon } from "./dom.js";
+import { icon, isolated } from "./dom.js";
 import { Joined } from "./joined.js";
 import { Live } from "./live.js";
+import { onDemand } from "./on_demand.js";
 import { NARROW, Panels } from "./panels.js";
 import { ServerList } from "./server_list.js";
 import { Sidebar } from "./sidebar.js";
 import * as store from "./store.js";
-import { listen as listenToTransfers } from "./transfer_buttons.js";
 
 const element = (id) => document.querySelector(`#${id}`);
-// Loaded when they are wanted, as is what shows a fleet: a first visit is to be light.
-const dialogs = () => import("./settings.js");
-const bring = async (...args) => (await import("./bring.js")).bring(...args);
+// Much is loaded when it is wanted: a first visit is to be light.
+const bring = async (...args) => (await onDemand("bring")).bring(...args);
 const THEMES = { auto: "as the system", light: "light", dark: "dark" };
 
 const EXPECT_AGAIN_MS = 30_000; // what was brought to memory may have left it again
 // Conversation -> when the server last answered in it, or was last told that it goes on. Infinity: it knows nothing of it.
 const expected = new Map();
+
+/** A module, or null where it cannot be fetched, which is said. */
+async function wanted(name) {
+  return onDemand(name).catch(({ message }) => {
+    notice(message);
+    return null;
+  });
+}
+
+const dialogs = () => wanted("settings");
+
+const UNBEGUN = "reprise.options"; // of a new conversation of this tab, for a reload
+let unbegun = null; // the id of the conversation whose they are
 
 let openings = 0; // of conversations, so that one that is fetched does not come over another
 
@@ -63,7 +75,7 @@ async function connect() {
     } catch (error) {
       if (error.status === 401) {
         showServer("away", "key wanted");
-        await (await dialogs()).askKey("This server wants a key. It is sent to this server only.");
+        await (await dialogs())?.askKey("This server wants a key. It is sent to this server only.");
         if (!apiKey.get()) return; // the key button asks again
       } else {
         if (error.code === "no_replica") watchFleet(); // it is there although none of its servers is
@@ -75,8 +87,9 @@ async function connect() {
 }
 
 async function watchFleet() {
-  const { Fleet } = await import("./fleet.js");
-  fleet ??= new Fleet();
+  const found = await onDemand("fleet").catch(() => null); // it is asked for again, or the live view goes without
+  if (!found) return;
+  fleet ??= new found.Fleet();
   fleet.start();
 }
 
@@ -103,8 +116,8 @@ document.addEventListener("visibilitychange", () => {
 live.addEventListener("sessions", ({ detail: sessions }) => server.hear(sessions));
 live.addEventListener("turn", ({ detail: turn }) => chat.hear(turn));
 element("open-key").addEventListener("click", async () => {
-  const { askKey } = await dialogs();
-  if (await askKey("Sent to this server only. Leave it empty where no key is needed.")) connect();
+  const found = await dialogs();
+  if (await found?.askKey("Sent to this server only. Leave it empty where no key is needed.")) connect();
 });
 
 // --- conversations ------------------------------------------------------------------------------------------------------
@@ -113,7 +126,7 @@ function drawList() {
   const { id, title } = chat.conversation;
   sidebar.draw(id, chat.running);
   element("title").textContent = title || "New conversation";
-  document.title = title ? `${title} – Reprise` : "Reprise";
+  document.title = title ? `${isolated(title)} – Reprise` : "Reprise";
 }
 
 /** Tells the server that a conversation which is opened or typed into will go on. */
@@ -168,11 +181,30 @@ async function showFirst() {
   show(await store.load(store.last()), false);
 }
 
-/** A new conversation begins with the settings of the one before. */
+/** A new conversation begins with the settings that were made for one, else with those of the one before. */
 function fresh() {
   const conversation = store.create();
-  if (chat.conversation.messages.length) conversation.options = { ...chat.conversation.options };
+  const kept = readKept();
+  if (kept) {
+    unbegun = conversation.id;
+    conversation.options = { ...conversation.options, ...kept };
+  } else if (chat.conversation.messages.length) conversation.options = { ...chat.conversation.options };
   return conversation;
+}
+
+function readKept() {
+  try {
+    return JSON.parse(sessionStorage.getItem(UNBEGUN));
+  } catch {
+    return null;
+  }
+}
+
+function keepUnbegun({ id, options }) {
+  unbegun = id;
+  try {
+    sessionStorage.setItem(UNBEGUN, JSON.stringify(options));
+  } catch {} // full: they hold until the page is loaded anew
 }
 
 /** Something to know about that is no part of the conversation; an empty one goes away. */
@@ -182,11 +214,12 @@ function notice(text) {
 }
 
 async function forget(id, title) {
-  const { confirmDelete } = await dialogs();
-  if (!(await confirmDelete(title))) return;
+  const found = await dialogs();
+  if (!(await found?.confirmDelete(title))) return;
   await chat.stop(id);
+  let isGone;
   try {
-    await deleteInServer(id);
+    isGone = await deleteInServer(id);
   } catch (error) {
     notice(`Not deleted: ${error.message}`);
     return;
@@ -194,17 +227,18 @@ async function forget(id, title) {
   server.forget(id);
   await store.remove(id);
   forgetDraft(id);
-  element("list-status").textContent = `“${title}” is gone from this browser and from every tier of the server.`;
+  element("list-status").textContent = isGone
+    ? `“${isolated(title)}” is gone from this browser and from every tier of the server.`
+    : `“${isolated(title)}” is gone from this browser. The server was not told: it has no way to delete a conversation.`;
   if (id === chat.conversation.id) show(fresh(), false);
   else drawList();
 }
 
-/** The server takes a moment to end a request that was stopped, and until then deletes nothing. */
+/** As `deleteSession`. The server takes a moment to end a request that was stopped, and until then deletes nothing. */
 async function deleteInServer(id) {
   for (const until = Date.now() + DELETE_PATIENCE_MS; ; ) {
     try {
-      await deleteSession(id);
-      return;
+      return await deleteSession(id);
     } catch (error) {
       if (error.code !== "session_busy" || Date.now() > until) throw error;
       await new Promise((resolve) => setTimeout(resolve, 200));
@@ -228,6 +262,7 @@ store.onChange(async (id) => {
     if (now) conversation.title = now.title;
     if (now && now.revision !== conversation.revision) chat.replace(now);
     else if (!now && conversation.revision) {
+      composer.moveOn();
       show(store.create(), false);
       notice("Another tab has deleted this conversation.");
     }
@@ -235,6 +270,7 @@ store.onChange(async (id) => {
   drawList();
 });
 chat.addEventListener("change", ({ detail }) => {
+  if (detail.id === unbegun) sessionStorage.removeItem(UNBEGUN); // it has begun, and keeps them itself
   if (!chat.running.includes(detail.id)) {
     expected.set(detail.id, Date.now()); // its KV is in memory
     server.refreshSoon();
@@ -246,7 +282,10 @@ chat.addEventListener("change", ({ detail }) => {
   notice(NOTICES[detail.saved]);
 });
 chat.addEventListener("refused", ({ detail: { text, conversation } }) => composer.giveBack(text, conversation));
-chat.addEventListener("fork", async ({ detail: conversation }) => {
+chat.addEventListener("fork", async ({ detail: message }) => {
+  const found = await wanted("fork");
+  if (!found) return;
+  const conversation = found.forkAt(chat.conversation, message);
   const saved = await store.save(conversation);
   show(conversation);
   notice(NOTICES[saved]);
@@ -267,25 +306,27 @@ sidebar.addEventListener("pin", async ({ detail: { id, title, pinned } }) => {
   try {
     await server.pin(id, pinned);
   } catch (error) {
-    notice(`“${title}” is not ${pinned ? "pinned" : "unpinned"}: ${error.message}`);
+    notice(`“${isolated(title)}” is not ${pinned ? "pinned" : "unpinned"}: ${error.message}`);
   }
 });
-listenToTransfers({
-  current: () => chat.conversation,
-  done(problem) {
-    notice(problem);
-    drawList();
-  },
-});
+async function transfer(name) {
+  const found = await wanted("transfer_buttons");
+  notice(found ? await found.press(name, chat) : element("notice").textContent);
+  drawList();
+}
+
+for (const name of ["export", "export-one"]) element(name).addEventListener("click", () => transfer(name));
+element("import").addEventListener("click", () => element("import-file").click());
+element("import-file").addEventListener("change", () => transfer("import"));
 address.onStep((id) => showById(id, false));
 element("new").addEventListener("click", () => show(fresh()));
 element("open-settings").addEventListener("click", async () => {
-  const { editOptions } = await dialogs();
-  const options = await editOptions(chat.conversation.options, chat.sampling);
+  const found = await dialogs();
+  const options = await found?.editOptions(chat.conversation.options, chat.sampling);
   if (!options) return;
   const { conversation } = chat; // by now: another tab may have gone on with it
   conversation.options = options;
-  if (!conversation.messages.length) return;
+  if (!conversation.messages.length) return keepUnbegun(conversation);
   notice(NOTICES[await store.save(conversation)]);
   drawList();
 });
@@ -344,5 +385,6 @@ for (const button of document.querySelectorAll(".icon-button[aria-label]")) butt
 setTheme(document.documentElement.dataset.theme in THEMES ? document.documentElement.dataset.theme : "auto");
 await store.start();
 chat.placeOf = (id) => server.placeOf(id);
+chat.join = (...turn) => joined.join(...turn);
 await showFirst();
 connect();

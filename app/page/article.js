@@ -164,9 +164,10 @@ export class Article {
     this.#ending.hidden = true;
     if (message.role === "user" || (hasProblem && isLast)) return;
     const words = isWriting ? WRITING[isWriting] : endOf(message);
-    if (!words) return;
+    const mayGoOn = isLast && !isWriting;
+    if (!words && !(mayGoOn && message.end === "unknown")) return; // the server does not say how one ended: it may be a part
     this.#ending.hidden = false;
-    this.#ending.append(h("p", {}, words), ...(isLast && !isWriting ? this.#goOnButtons() : []));
+    this.#ending.append(...(words ? [h("p", {}, words)] : []), ...(mayGoOn ? this.#goOnButtons() : []));
   }
 
   #goOnButtons() {

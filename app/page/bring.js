@@ -1,10 +1,13 @@
 // Brings a conversation that the server keeps into this browser, or what was said in it elsewhere.
 
 import { listMessages } from "./api.js";
-import { graft, path } from "./message_tree.js";
+import { graft, graftBefore } from "./graft.js";
+import { path } from "./message_tree.js";
 import * as store from "./store.js";
 
 const MAX_PAGES = 100; // of at most 1,000 messages or 4 MiB each
+const PATIENCE_MS = 2000; // for which a turn waits to hear what was said elsewhere
+const TAIL = 2; // messages at the end that tell whether a conversation went on elsewhere: every turn sends all that were before
 
 /** A conversation out of what the server keeps of it, which is not in this browser yet. `row`: what the list says of it,
  * or undefined. Throws ApiError, or Error with a sentence for people if the page cannot go on with it. */
@@ -23,9 +26,9 @@ export async function bring(id, row) {
 export async function catchUp(conversation) {
   const { id, revision } = conversation;
   try {
-    const { messages } = asSaid(await all(id));
+    const messages = await saidElsewhere(conversation);
     const now = await store.load(id);
-    if (now?.revision !== revision) return false;
+    if (!messages || now?.revision !== revision) return false;
     const { head } = now;
     if (!graft(now, messages)) return false;
     if (!path(now).some((message) => message.id === head)) now.head = head; // it goes on from elsewhere: another version
@@ -35,11 +38,41 @@ export async function catchUp(conversation) {
   }
 }
 
-async function all(id) {
+/** Add to a conversation, just before a turn is sent, what another device has said in it. `answer`: the one to be written;
+ * `question`: the message that was just written, or null. Returns whether the server has something else. Throws as `bring`
+ * does, and if the server does not say it in time. */
+export async function joinTurn(conversation, answer, question, signal) {
+  const head = question ? question.parent : answer.content ? answer.id : answer.parent;
+  const inTime = AbortSignal.any([signal, AbortSignal.timeout(PATIENCE_MS)]);
+  const chain = await saidElsewhere(conversation, path({ ...conversation, head }), inTime);
+  if (!chain) return false;
+  if (question) graftBefore(conversation, chain, question);
+  else {
+    graft(conversation, chain);
+    conversation.head = answer.id;
+  }
+  answer.end = null;
+  return true;
+}
+
+/** The chain of messages that the server has of a conversation, or null where it ends as what is shown here does.
+ * Throws as `bring` does. */
+async function saidElsewhere(conversation, shown = path(conversation), signal) {
+  const said = shown.filter(({ role, content }) => role === "user" || content); // an empty answer is not sent
+  const before = said.length - TAIL + (conversation.options.system.trim() ? 1 : 0);
+  if (said.length >= TAIL) {
+    const { data, has_more: more } = await listMessages(conversation.id, before ? before - 1 : null, signal);
+    const isSame = ({ role, content }, place) => role === data[place].role && content.trim() === asText(data[place].content).trim();
+    if (!more && data.length === TAIL && said.slice(-TAIL).every(isSame)) return null;
+  }
+  return asSaid(await all(conversation.id, signal)).messages;
+}
+
+async function all(id, signal) {
   const found = [];
   let after = null;
   for (let pages = 0; pages < MAX_PAGES; pages += 1) {
-    const page = await listMessages(id, after);
+    const page = await listMessages(id, after, signal);
     found.push(...page.data);
     if (!page.has_more) return found;
     after = page.last_id;
@@ -55,7 +88,7 @@ function asSaid(list) {
     const text = asText(content);
     if (role === "user") return { role, content: text };
     if (role !== "assistant" || calls?.length) throw new Error("It has calls of tools or more than one system prompt, which this page does not show.");
-    return { role, content: text, thought: asText(thought), thought_ms: null, report: null, end: "stop", limit: null };
+    return { role, content: text, thought: asText(thought), thought_ms: null, report: null, end: "unknown", limit: null };
   });
   if (!messages.length) throw new Error("The server keeps no messages of it.");
   return { system: hasSystem ? asText(first.content) : "", messages };

@@ -17,7 +17,7 @@ const REFUSED = new Set([400, 413, 422]); // however often it is sent
 const announcement = document.querySelector("#announce");
 
 /** Events: `change` after every message, `error` with an ApiError the page has to act upon, `refused` with the text of a
- * message that the server will never take and its conversation, `suggest` with a text, `fork` with a conversation. */
+ * message that the server will never take and its conversation, `suggest` with a text, `fork` with a message. */
 export class Chat extends EventTarget {
   #conversation = store.create();
   // {conversation, answer, abort, state, progress, idle_ms, done} of each answer that is written, the oldest first. idle_ms: for
@@ -30,12 +30,13 @@ export class Chat extends EventTarget {
     again: () => this.again(),
     goOn: () => this.goOn(),
     edit: (message, text) => this.edit(message, text),
-    fork: (message) => this.#tell("fork", this.#forkAt(message)),
+    fork: (message) => this.#tell("fork", message),
     choose: (message) => this.#choose(message),
     isBusy: () => this.streaming,
     suggest: (text) => this.#tell("suggest", text),
   });
   placeOf = () => null; // where what was read of a conversation lies, by its id
+  join = async () => false; // as of Joined
   model = null;
   window = null; // the model's, in tokens
   sampling = null; // what the model is drawn with where a request says nothing
@@ -154,11 +155,6 @@ export class Chat extends EventTarget {
     this.#keep(this.#conversation);
   }
 
-  #forkAt(message) {
-    const { title, options, id } = this.#conversation;
-    return { ...store.create(), ...structuredClone(tree.chainTo(this.#conversation, message)), title: forkTitle(title, store.list()), options: { ...options }, forked: { id, title } };
-  }
-
   async #ask(question) {
     await this.#write(this.#newAnswer(question), question);
   }
@@ -198,6 +194,7 @@ export class Chat extends EventTarget {
       keptAt = Date.now();
       store.saveProgress(conversation);
     };
+    await this.#join(writing, question);
     try {
       await followAnswer(answer, () => this.#body(conversation, answer), { signal: abort.signal, told });
     } catch (error) {
@@ -225,6 +222,13 @@ export class Chat extends EventTarget {
     await this.#keep(conversation);
     if (failure) this.#tell("error", failure);
     else if (conversation === this.#conversation) announce(answer);
+  }
+
+  /** Another device may have gone on with a conversation: a turn that does not know of it would write over it in the server. */
+  async #join({ conversation, answer, abort }, question) {
+    const mayHaveGoneOn = conversation.messages.some(({ role, content }) => role === "assistant" && content);
+    if (!mayHaveGoneOn || !(await this.join(conversation, answer, question, abort.signal))) return;
+    if (conversation === this.#conversation) this.#draw();
   }
 
   #takeBack(conversation, question) {
@@ -277,15 +281,6 @@ export class Chat extends EventTarget {
   #tell(type, detail) {
     this.dispatchEvent(new CustomEvent(type, { detail }));
   }
-}
-
-/** "Foxes (fork)", then "Foxes (fork 2)", also for a fork of a fork. */
-function forkTitle(title, there) {
-  const base = title.replace(/ \(fork(?: \d+)?\)$/, "");
-  const taken = new Set(there.map((entry) => entry.title));
-  let name = `${base} (fork)`;
-  for (let count = 2; taken.has(name); count += 1) name = `${base} (fork ${count})`;
-  return name;
 }
 
 function asSent({ role, content, thought }) {

@@ -45,6 +45,14 @@ export class Composer extends EventTarget {
     fit();
   }
 
+  /** The conversation that is open is gone: what is written begins the next one. */
+  moveOn() {
+    const text = message.value;
+    message.value = "";
+    forget(this.#key);
+    if (text.trim()) this.giveBack(text, { messages: [] });
+  }
+
   /** The conversation that is open has begun, or was kept under another id: what is written belongs to it. */
   follow(conversation) {
     const key = keyOf(conversation);

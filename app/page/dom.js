@@ -23,6 +23,11 @@ export function s(tag, attributes = {}, ...children) {
   return element;
 }
 
+const TURNS = /[\p{Bidi_C}\p{sc=Arab}\p{sc=Hebr}\p{sc=Syrc}\p{sc=Thaa}\p{sc=Nkoo}]/u;
+
+/** A text of somebody's for a sentence of ours, whose order stays however the text runs. */
+export const isolated = (text) => (TURNS.test(text) ? `\u2068${text.replaceAll(/[\u2066-\u2069]/g, "")}\u2069` : text);
+
 const ICONS = {
   menu: "M4 7h16M4 12h16M4 17h16",
   plus: "M12 5v14M5 12h14",

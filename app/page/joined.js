@@ -1,6 +1,6 @@
 // Keeps what this browser and the server know of conversations together: names, and what was said elsewhere.
 
-import { path } from "./message_tree.js";
+import { onDemand } from "./on_demand.js";
 import * as store from "./store.js";
 
 export class Joined {
@@ -21,12 +21,21 @@ export class Joined {
   async catchUp() {
     const { conversation } = this.#chat;
     const row = this.#server.get(conversation.id);
-    if (!row || this.#chat.streaming || this.#seen.get(row.id) === row.updated || !differs(conversation, row)) return;
+    if (!row?.count || this.#chat.streaming || this.#seen.get(row.id) === row.updated) return;
     this.#seen.set(row.id, row.updated);
-    const { catchUp } = await import("./bring.js");
-    if (!(await catchUp(conversation)) || this.#chat.conversation !== conversation || this.#chat.streaming) return;
+    const found = await onDemand("bring").catch(() => null); // it is looked at again when the list is another one
+    if (!(await found?.catchUp(conversation)) || this.#chat.conversation !== conversation || this.#chat.streaming) return;
     this.#chat.replace(await store.load(row.id));
     this.#changed();
+  }
+
+  /** As `joinTurn`. What a turn writes over that did not hear of it in time is joined later, in the browser that said it. */
+  async join(conversation, answer, question, signal) {
+    try {
+      return await (await onDemand("bring")).joinTurn(conversation, answer, question, signal);
+    } catch {
+      return false;
+    }
   }
 
   /** The list of the server is another one: names that were given elsewhere count here too. */
@@ -48,10 +57,4 @@ export class Joined {
     const isKnown = !row?.count || row.title !== null || row.firstText.startsWith(title.replaceAll(/\s+/g, " ").trim());
     if (!isKnown) this.#server.rename(id, title);
   }
-}
-
-/** Whether the server may know more of a conversation than is shown of it here. */
-function differs(conversation, row) {
-  const here = path(conversation).length + (conversation.options.system.trim() ? 1 : 0);
-  return Boolean(row?.count) && row.count !== here;
 }

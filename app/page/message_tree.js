@@ -19,27 +19,6 @@ export function add(conversation, parent, message) {
   return added;
 }
 
-/** Write a chain of messages into the tree, those that are not there yet, and then show its end. An answer of which only a
- * part is there is made whole; one of which more is there is the same one. Returns how many were written. */
-export function graft(conversation, chain) {
-  let parent = null;
-  let written = 0;
-  for (const message of chain) {
-    const there = conversation.messages.find((other) => other.parent === parent && isOne(other, message));
-    const isPart = there && there.content.length < message.content.length;
-    if (isPart) Object.assign(there, { content: message.content, end: message.end });
-    if (!there || isPart) written += 1;
-    parent = (there ?? add(conversation, parent, message)).id;
-  }
-  return written;
-}
-
-function isOne(one, other) {
-  if (one.role !== other.role) return false;
-  if (one.content === other.content) return true;
-  return one.role === "assistant" && Boolean(one.content && other.content) && (one.content.startsWith(other.content) || other.content.startsWith(one.content));
-}
-
 /** Take a message out of which nothing has grown. The one above becomes the head if it was that. */
 export function drop(conversation, message) {
   conversation.messages = conversation.messages.filter((other) => other.id !== message.id);
@@ -62,15 +41,4 @@ export function choose(conversation, message) {
   let head = message;
   for (let below = message; below; below = conversation.messages.findLast(({ parent }) => parent === head.id)) head = below;
   conversation.head = head.id;
-}
-
-/** The messages down to one of them as a chain of its own, for another conversation: {messages, head}. */
-export function chainTo(conversation, message) {
-  return chainOf(path({ ...conversation, head: message.id }));
-}
-
-/** {messages, head} of a plain list of messages, as conversations were kept before they were trees. */
-export function chainOf(list) {
-  const messages = list.map((message, place) => ({ ...message, id: place + 1, parent: place || null }));
-  return { messages, head: messages.length || null };
 }

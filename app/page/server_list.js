@@ -4,7 +4,7 @@
 import { changeSession, listSessions } from "./api.js";
 
 const MAX_PAGES = 20; // of 500 sessions
-const MAX_SHOWN = 500; // of conversations that only the server has, the newest
+export const MAX_SHOWN = 500; // of conversations that only the server has, the newest
 const MAX_STRANGERS = 200;
 const SOON_MS = 1500; // a turn is in the list a moment after its end
 const EVERY_MS = 60_000;
@@ -12,6 +12,7 @@ const MAX_TITLE_CHARS = 60; // of one that is made from the first text
 
 /** Events: `change` when the list is another one. */
 export class ServerList extends EventTarget {
+  unshown = 0; // conversations that `others` left out when it was last asked
   isKnown = false; // whether the list is there and whole
   #rows = new Map(); // id -> row, see `rowOf`
   #unsaid = new Map(); // id -> a new title that the server has not taken yet
@@ -36,6 +37,7 @@ export class ServerList extends EventTarget {
   /** [{id, title, updated}] of conversations that can be shown again, without those in `here`, the newest first. */
   others(here) {
     const found = [...this.#rows.values()].filter(({ id, count }) => count && !here.has(id));
+    this.unshown = Math.max(0, found.length - MAX_SHOWN);
     return found.toSorted((a, b) => b.updated - a.updated).slice(0, MAX_SHOWN)
       .map(({ id, title, firstText, updated }) => ({ id, title: title ?? (firstText.slice(0, MAX_TITLE_CHARS) || "Untitled"), updated }));
   }

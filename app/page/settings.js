@@ -1,6 +1,7 @@
 // The dialogs: system prompt and sampling of a conversation, the API key, and a question before something is lost.
 
 import { apiKey } from "./api.js";
+import { isolated } from "./dom.js";
 import { DEFAULTS } from "./store.js";
 
 const element = (id) => document.querySelector(`#${id}`);
@@ -70,7 +71,7 @@ export function askKey(why) {
 
 /** Resolves to whether it may be deleted. */
 export function confirmDelete(title) {
-  element("confirm-what").textContent = `“${title}” leaves this browser and the server, and so does all that was read of it.`;
+  element("confirm-what").textContent = `“${isolated(title)}” leaves this browser and the server, and so does all that was read of it.`;
   return closed(element("confirm"), (answer) => answer === "delete");
 }
 

@@ -1,7 +1,8 @@
 // The list of conversations: by day, searched, renamed, and one stop of the Tab key however many there are.
 
-import { h, icon } from "./dom.js";
+import { h, icon, number } from "./dom.js";
 import { stateInWords } from "./row_state.js";
+import { MAX_SHOWN } from "./server_list.js";
 import * as store from "./store.js";
 
 const SEARCH_AFTER_MS = 200; // texts are looked through when the typing pauses
@@ -54,7 +55,8 @@ export class Sidebar extends EventTarget {
     if (this.#isHeld || list.querySelector("input")) return; // a name is being typed
     places.hidden = !this.#server.isKnown;
     const groups = this.#groups();
-    const state = JSON.stringify([current, running, groups]);
+    const { unshown } = this.#server;
+    const state = JSON.stringify([current, running, groups, unshown]);
     if (state === this.#drawn) return;
     this.#drawn = state;
     const item = list.contains(document.activeElement) ? document.activeElement.closest("li") : null;
@@ -67,12 +69,18 @@ export class Sidebar extends EventTarget {
       return [head, items];
     });
     if (!groups.length && this.#query) parts.push(h("p", { class: "small muted" }, "None is found."));
+    if (unshown) parts.push(h("p", { class: "small muted unshown" }, this.#unshownInWords(unshown)));
     arrange(list, parts);
     const rows = this.#rows();
     list.classList.toggle("long", rows.length > LONG);
     const stop = rows.find((row) => row.getAttribute("aria-current")) ?? rows[0];
     for (const row of rows) row.tabIndex = row === stop ? 0 : -1;
     if (focused && !list.contains(document.activeElement)) this.#rowOf(focused)?.closest("li").querySelectorAll("button")[place]?.focus();
+  }
+
+  #unshownInWords(unshown) {
+    const more = number(unshown);
+    return this.#query ? `Only the newest ${MAX_SHOWN} of the server were searched, not ${more} older ones.` : `The server has ${more} more; the newest ${MAX_SHOWN} are shown.`;
   }
 
   #section(name) {

@@ -2,14 +2,14 @@
 // wrote to one conversation at once, both are kept.
 
 import { open, result, transact } from "./database.js";
-import { chainOf, path } from "./message_tree.js";
+import { path } from "./message_tree.js";
+import { onDemand } from "./on_demand.js";
 
 const LAST = "reprise.last";
-const FORMAT = 2; // 1: a plain list of messages, in localStorage
+export const FORMAT = 2; // 1: a plain list of messages, in localStorage
 const MAX_FOUND = 50;
 const OLD_INDEX = "reprise.conversations";
 const OLD = "reprise.conversation.";
-const OLD_MAX_TOKENS = 300; // what format 1 wrote down where nobody had chosen a limit
 
 export const DEFAULTS = {
   system: "", temperature: null, top_p: null, top_k: null, max_tokens: null, repetition_penalty: null, seed: null,
@@ -46,8 +46,11 @@ async function inDatabase(mode, work) {
   }
 }
 
+/** What format 1 kept. */
 async function bringOld() {
   const keys = Object.keys(localStorage).filter((key) => key.startsWith(OLD));
+  if (!keys.length) return localStorage.removeItem(OLD_INDEX);
+  const { readOld } = await onDemand("old_format");
   const read = new Map(keys.map((key) => [key, readOld(localStorage.getItem(key))]).filter(([, conversation]) => conversation));
   await inDatabase("readwrite", async (stores) => {
     for (const conversation of read.values()) {
@@ -57,19 +60,6 @@ async function bringOld() {
     }
   });
   for (const key of [...read.keys(), OLD_INDEX]) localStorage.removeItem(key);
-}
-
-/** A conversation of format 1, or null if it is damaged. */
-function readOld(text) {
-  try {
-    const { id, title, updated, revision, options, messages } = JSON.parse(text);
-    const list = messages.map(({ role, content, report, stopped }) =>
-      role === "user" ? { role, content } : { role, content, thought: "", report, end: stopped ? "stopped" : "stop" });
-    if (options?.max_tokens === OLD_MAX_TOKENS) options.max_tokens = null;
-    return { format: FORMAT, id, title, updated, revision: revision ?? 1, options: { ...DEFAULTS, ...options }, ...chainOf(list) };
-  } catch {
-    return null;
-  }
 }
 
 function entryOf({ id, title, updated }) {
@@ -160,24 +150,40 @@ function askToStay() {
   navigator.storage?.persist?.().catch(() => {});
 }
 
-/** Keep conversations that come from elsewhere, all or none, and leave those alone that are here. Returns how many were
- * added. Throws what the database does, such as when it is full. */
-export function adopt(conversations) {
+/** Keep conversations that come from elsewhere, all or none. `grow(there, conversation)` writes into one that is here, and
+ * returns whether it did. Returns how many were {added, grown}. Throws what the database does, such as when it is full. */
+export function adopt(conversations, grow = () => false) {
   return inTurn(async () => {
+    const known = conversations.filter(({ id }) => entries.has(id));
+    const grown = new Set();
+    const growOne = (there, conversation) => {
+      if (!there || !grow(there, conversation)) return false;
+      there.revision += 1;
+      grown.add(there.id);
+      return true;
+    };
     const fresh = [...new Map(conversations.map((one) => [one.id, one])).values()].filter(({ id }) => !entries.has(id));
     if (database) {
-      await inDatabase("readwrite", (stores) => {
+      await inDatabase("readwrite", async (stores) => {
         for (const conversation of fresh) {
           stores.conversations.put(conversation);
           stores.entries.put(entryOf(conversation));
         }
+        for (const conversation of known) {
+          const there = await result(stores.conversations.get(conversation.id));
+          if (growOne(there, conversation)) stores.conversations.put(there);
+        }
       });
-    } else for (const conversation of fresh) unkept.set(conversation.id, conversation);
+    } else {
+      for (const conversation of fresh) unkept.set(conversation.id, conversation);
+      for (const conversation of known) growOne(unkept.get(conversation.id), conversation);
+    }
+    for (const id of grown) channel.postMessage({ id });
     for (const conversation of fresh) {
       entries.set(conversation.id, entryOf(conversation));
       channel.postMessage({ id: conversation.id });
     }
-    return fresh.length;
+    return { added: fresh.length, grown: grown.size };
   });
 }
 

@@ -2,7 +2,7 @@
 
 import { Article } from "./article.js";
 import { Backlog } from "./backlog.js";
-import { h, number } from "./dom.js";
+import { h, isolated, number } from "./dom.js";
 
 const AT_ONCE = 12; // messages that are drawn before the page is shown; of the others the text stands as it was written
 const NEAR_PX = 120; // so close to the end, the view follows it
@@ -39,7 +39,7 @@ export class Thread {
   draw({ messages, forked, cut, writing, versionsOf, problem }) {
     const follows = this.#isAtEnd;
     this.#origin.hidden = !forked;
-    this.#origin.textContent = forked ? `Forked from “${forked.title}”. The server shares what both have in common.` : "";
+    this.#origin.textContent = forked ? `Forked from “${isolated(forked.title)}”. The server shares what both have in common.` : "";
     let same = 0;
     while (same < messages.length && this.#articles[same] && isSame(this.#articles[same].message, messages[same])) same += 1;
     for (const gone of this.#articles.splice(same)) gone.element.remove();

@@ -1,5 +1,6 @@
 // Conversations as files: all of them as JSON, which another browser reads, and one of them as Markdown for people.
 
+import { merge } from "./graft.js";
 import { path } from "./message_tree.js";
 import { SOURCES, isReason } from "./provenance.js";
 import * as store from "./store.js";
@@ -10,7 +11,7 @@ const MAX_CONVERSATIONS = 20_000;
 const MAX_MESSAGES = 20_000; // of one conversation
 const ID = /^[\w.:-]{1,100}$/;
 const TIMINGS = ["queue_ms", "load_ms", "prefill_ms", "tokens_per_s", "ttft_ms"];
-const ENDS = ["stop", "length", "stopped"];
+const ENDS = ["stop", "length", "stopped", "unknown"];
 
 /** A Blob of all conversations. One after the other is read. */
 export async function allAsJson() {
@@ -44,9 +45,10 @@ export function fileName(title, ending) {
   return `${name || "conversation"}.${ending}`;
 }
 
-/** Add the conversations of a file that are not here yet. Returns {added, known}. Throws Error with a sentence for people
+/** Add the conversations of a file that are not here yet, and to those that are what only the file has, but to none of
+ * `running`, the ids of those in which an answer is written. Returns how many were {added, grown, known}. Throws Error with a sentence for people
  * if the file is not one of ours; then nothing was added. */
-export async function importJson(file) {
+export async function importJson(file, running) {
   if (file.size > MAX_FILE_BYTES) throw new Error("The file is larger than 256 MiB.");
   let found;
   try {
@@ -61,8 +63,8 @@ export async function importJson(file) {
     if (!conversation) throw new Error(`Conversation ${place + 1} of the file is damaged.`);
     return conversation;
   });
-  const added = await store.adopt(read);
-  return { added, known: read.length - added };
+  const { added, grown } = await store.adopt(read, (there, one) => !running.includes(one.id) && merge(there, one));
+  return { added, grown, known: read.length - added - grown };
 }
 
 /** A conversation of which every field is what it should be, or null. */

@@ -1,32 +1,36 @@
-// The buttons under the list: conversations leave as files, and come back. What does it is loaded when it is wanted.
+// What the buttons under the list do: conversations leave as files, and come back.
+
+import * as store from "./store.js";
+import { allAsJson, asMarkdown, download, fileName, importJson } from "./transfer.js";
 
 const element = (id) => document.querySelector(`#${id}`);
-const transfer = () => import("./transfer.js");
 
-/** Make them work. `current()`: the conversation that is open. `done(problem)` is called after an import, with a sentence
- * if it failed, else "". */
-export function listen({ current, done }) {
-  element("export").addEventListener("click", async () => {
-    const { allAsJson, download } = await transfer();
+/** Do what a button says: "export", "export-one" or "import", for which a file has been chosen. Returns a sentence if it
+ * failed, else "". */
+export async function press(name, chat) {
+  try {
+    await ACTIONS[name](chat);
+    return "";
+  } catch (error) {
+    return `Not ${name === "import" ? "imported" : "exported"}: ${error.message}`;
+  }
+}
+
+const ACTIONS = {
+  async export() {
     download(await allAsJson(), "conversations.json");
-  });
-  element("export-one").addEventListener("click", async () => {
-    const conversation = current();
-    const { asMarkdown, download, fileName } = await transfer();
+  },
+  "export-one"({ conversation }) {
     if (conversation.messages.length) download(asMarkdown(conversation), fileName(conversation.title, "md"));
-  });
-  element("import").addEventListener("click", () => element("import-file").click());
-  element("import-file").addEventListener("change", async () => {
+  },
+  async import(chat) {
     const [file] = element("import-file").files;
     element("import-file").value = ""; // so that the same file may be chosen again
     if (!file) return;
-    try {
-      const { importJson } = await transfer();
-      const { added, known } = await importJson(file);
-      element("list-status").textContent = `${added} added${known ? `, ${known} were here already` : ""}.`;
-      done("");
-    } catch (error) {
-      done(`Not imported: ${error.message}`);
-    }
-  });
-}
+    const { added, grown, known } = await importJson(file, chat.running);
+    const more = grown ? `, ${grown} that were here got more from the file` : "";
+    element("list-status").textContent = `${added} added${more}${known ? `, ${known} were here already` : ""}.`;
+    const now = await store.load(chat.conversation.id); // the file may have had more of it
+    if (now && !chat.streaming && now.id === chat.conversation.id && now.revision !== chat.conversation.revision) chat.replace(now);
+  },
+};

@@ -390,10 +390,12 @@ def test_two_tabs_follow_each_other(page: Any, server: Served, other: Any) -> No
     assert said[::2] == ["From tab one", "From tab two", "And one again"]
     assert page.locator("#conversations li").count() == 1
     answered(other, 3)
+    composer(page).fill("Begun here")
     other.get_by_role("button", name="Delete “From tab one”").click()
     other.get_by_role("button", name="Delete", exact=True).click()
     page.get_by_role("alert").filter(has_text="Another tab has deleted").wait_for()
     assert page.locator("article").count() == 0
+    assert composer(page).input_value() == "Begun here"
 
 
 def test_what_two_tabs_say_at_once_is_kept_twice(page: Any, server: Served, other: Any) -> None:
@@ -404,6 +406,7 @@ def test_what_two_tabs_say_at_once_is_kept_twice(page: Any, server: Served, othe
     composer(page).fill("Slow one")
     page.keyboard.press("Enter")
     other.locator("article.mine").filter(has_text="Slow one").wait_for()
+    page.locator("article.theirs").filter(has_text="fox").wait_for()  # the server has begun
     server.engine.script = Script()
     send(other, "Fast two")
     page.get_by_role("alert").filter(has_text="kept as a conversation of its own").wait_for()

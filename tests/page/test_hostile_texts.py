@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.page.browser import send
 from tests.page.served import Served
 
 pytestmark = pytest.mark.servers
@@ -246,3 +247,15 @@ def test_no_text_becomes_more_than_text(page: Any, server: Served) -> None:
     ours = (f"{server.url}/page/", f"{server.url}/v1/")
     assert [url for url in asked if not url.startswith(ours)] == []
     assert "#stained" not in page.url
+
+
+def test_marks_of_direction_in_a_title_do_not_turn_the_question(page: Any) -> None:
+    title = "\u202eflesym eteled\u2069 \u2067x"
+    send(page, title)
+    page.locator("#conversations li").get_by_title("Delete").click()
+    asked = page.locator("#confirm-what")
+    asked.wait_for()
+    assert asked.inner_text().startswith("“\u2068\u202eflesym eteled x\u2069” leaves this browser")
+    page.get_by_role("button", name="Cancel").click()
+    plain = "async () => (await import('/page/dom.js')).isolated('Foxes – 狐')"
+    assert page.evaluate(plain) == "Foxes – 狐"

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from tests.app.fakes import Script
 from tests.page.browser import send, wait_until
 from tests.page.served import Served
 
@@ -12,14 +13,14 @@ pytestmark = pytest.mark.servers
 
 FILL = """async ([conversations, turns]) => {
   const store = await import("/page/store.js");
-  const tree = await import("/page/message_tree.js");
+  const fork = await import("/page/fork.js");
   const answer = (content) => ({ role: "assistant", content, thought: "", report: null, end: "stop", limit: null });
   const made = (title, count) => {
     const said = Array.from({ length: count }, (_, n) => [
       { role: "user", content: `Question ${n}?` },
       answer(`It is **needle${n}**.\n\n- one\n- two`),
     ]);
-    return { ...store.create(), title, revision: 1, ...tree.chainOf(said.flat()) };
+    return { ...store.create(), title, revision: 1, ...fork.chainOf(said.flat()) };
   };
   const all = Array.from({ length: conversations }, (_, n) => made(`Conversation ${n}`, turns));
   await store.adopt(all);
@@ -99,3 +100,15 @@ def test_a_row_that_did_not_change_is_left_alone(page: Any, server: Served) -> N
     assert kept >= 40
     stops = page.locator('#conversations .open[tabindex="0"]')
     assert stops.all_inner_texts() == ["The second one"]
+
+
+def test_the_page_is_as_high_as_the_window_however_long_the_conversation(page: Any, server: Served) -> None:
+    server.engine.script = Script(answer="A line.\n\n" * 60)
+    for text in ("One", "Two"):
+        send(page, text)
+    server.engine.script = Script()
+    script = """() => [document.documentElement, document.body, document.querySelector(".layout")].map(
+      (part) => part.scrollHeight - part.clientHeight)"""
+    assert page.evaluate(script) == [0, 0, 0], "nothing can be scrolled but the thread"
+    page.locator("#thread article h2").first.evaluate("(head) => head.scrollIntoView()")
+    assert page.evaluate("[scrollY, document.body.scrollTop, document.querySelector('.layout').scrollTop]") == [0, 0, 0]

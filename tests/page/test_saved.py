@@ -126,3 +126,20 @@ def test_axe_finds_nothing_in_lines_that_are_open_and_folded(page: Any, server: 
             )
             assert found == [], (width, theme)
         assert page.evaluate("document.documentElement.scrollWidth") == width
+
+
+def test_settings_of_a_new_conversation_outlive_a_reload(page: Any) -> None:
+    send(page, "The one before")
+    page.get_by_role("button", name="New conversation").click()
+    page.get_by_role("button", name="System prompt and sampling").click()
+    page.get_by_label("System prompt", exact=True).fill("Be brief.")
+    page.get_by_label("Longest answer").fill("7")
+    page.get_by_role("button", name="Done").click()
+    page.reload()
+    page.locator('#server[data-state="ready"]').wait_for()
+    page.get_by_role("button", name="New conversation").click()
+    with page.expect_request("**/v1/chat/completions") as asked:
+        send(page, "Hello")
+    body = asked.value.post_data_json
+    assert (body["messages"][0]["content"], body["max_tokens"]) == ("Be brief.", 7)
+    assert page.evaluate("sessionStorage.getItem('reprise.options')") is None

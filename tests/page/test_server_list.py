@@ -114,7 +114,9 @@ def test_what_was_said_elsewhere_in_the_place_of_a_message_is_a_version(page: An
 
 def test_a_part_of_an_answer_is_made_whole_and_nothing_is_written_twice(page: Any) -> None:
     graft = """async () => {
-      const { chainOf, graft, path } = await import("/page/message_tree.js");
+      const { chainOf } = await import("/page/fork.js");
+      const { path } = await import("/page/message_tree.js");
+      const { graft } = await import("/page/graft.js");
       const said = (content, place) => ({ role: place % 2 ? "assistant" : "user", content, end: "stop" });
       const one = chainOf(["a", "Once upo"].map(said));
       const written = [graft(one, ["a", "Once"].map(said)), graft(one, ["a", "Once upon", "c"].map(said))];
@@ -267,3 +269,48 @@ def test_a_phone_shows_the_models_name(page: Any) -> None:
     pill.evaluate("(pill) => { pill.textContent = 'SmolLM2-135M-Instruct'; }")
     assert pill.evaluate("(pill) => pill.scrollHeight <= pill.clientHeight + 1")
     assert page.evaluate("document.documentElement.scrollWidth") == 390
+
+
+def delete(page: Any, name: str) -> None:
+    page.get_by_role("button", name=f"Delete “{name}”").click()
+    page.get_by_role("button", name="Delete", exact=True).click()
+
+
+@pytest.mark.parametrize("code", ["unknown_url", None])
+def test_a_server_that_cannot_delete_is_not_said_to_have(page: Any, server: Served, code: str | None) -> None:
+    send(page, "Secret")
+    body = {"error": {"message": "Unknown URL", "code": code}}
+
+    def refuse(route: Any) -> None:
+        route.fulfill(status=404, json=body) if route.request.method == "DELETE" else route.continue_()
+
+    page.route("**/v1/sessions/*", refuse)
+    delete(page, "Secret")
+    page.get_by_text("The server was not told: it has no way to delete a conversation.").wait_for()
+    page.unroute("**/v1/sessions/*")
+    assert page.get_by_text("every tier of the server").count() == 0
+
+
+def test_what_the_server_never_heard_of_is_gone(page: Any) -> None:
+    page.evaluate(WRITE, [{"id": "page-mine", "title": "Mine", "daysAgo": 1, "said": "Mine"}])
+    reload(page)
+    delete(page, "Mine")
+    page.get_by_text("“Mine” is gone from this browser and from every tier of the server.").wait_for()
+
+
+def test_the_list_says_how_many_it_leaves_out_and_that_they_are_not_searched(page: Any) -> None:
+    rows = [
+        {
+            "id": f"s{place}", "title": f"Chat {place}", "first_text": "", "last_used_at": 1000 + place, "blocks": {},
+            "expires_at": None, "pinned": False, "num_messages": 2, "cache_salt": None,
+        }
+        for place in range(503)
+    ]  # fmt: skip
+    answer = {"object": "list", "data": rows, "first_id": "s0", "last_id": "s502", "has_more": False}
+    page.route("**/v1/sessions?*", lambda route: route.fulfill(json=answer))
+    reload(page)
+    page.get_by_text("The server has 3 more; the newest 500 are shown.").wait_for()
+    assert page.locator(ROWS).count() == 500
+    page.get_by_label("Search conversations").fill("Chat 1")
+    page.get_by_text("Only the newest 500 of the server were searched, not 3 older ones.").wait_for()
+    page.unroute("**/v1/sessions?*")

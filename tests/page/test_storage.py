@@ -63,6 +63,32 @@ def test_all_conversations_go_through_a_file(page: Any, server: Served, tmp_path
     assert page.locator("article").count() == 4
 
 
+def test_a_file_adds_what_the_server_did_not_have_of_a_conversation(page: Any, server: Served, tmp_path: Path) -> None:
+    send(page, "One")
+    page.get_by_role("button", name="Answer again").click()
+    page.get_by_role("group", name="Versions of this answer").wait_for()
+    answered(page, 1)
+    page.get_by_role("button", name="Edit this message").click()
+    page.get_by_label("Edit the message").fill("Instead")
+    page.keyboard.press("Enter")
+    page.get_by_role("group", name="Versions of this message").wait_for()
+    answered(page, 1)
+    saved_as(page, "Export all", tmp_path / "all.json")
+    page.evaluate("location.hash = ''")
+    page.evaluate(FORGET)
+    reload(page)
+    page.locator("#conversations .open").click()
+    answered(page, 1)
+    assert page.locator(".provenance").count() == 0
+    for said in ("0 added, 1 that were here got more from the file.", "0 added, 1 were here already."):
+        bring(page, (tmp_path / "all.json").read_bytes())
+        page.get_by_text(said, exact=True).wait_for()
+    page.locator(".provenance").wait_for()
+    assert page.get_by_role("button", name="Continue").count() == 0, "the file knows that the answer was whole"
+    page.get_by_role("button", name="Next version").click()
+    page.get_by_role("group", name="Versions of this answer").get_by_text("2/2").wait_for()
+
+
 def test_a_conversation_becomes_markdown(page: Any, tmp_path: Path) -> None:
     send(page, "What / is: it?")
     assert saved_as(page, "As Markdown", tmp_path / "one.md") == "What  is it.md"

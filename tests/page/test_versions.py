@@ -14,13 +14,14 @@ pytestmark = pytest.mark.servers
 CHATS = "**/v1/chat/completions"
 TREE = """async () => {
   const tree = await import("/page/message_tree.js");
-  const one = { ...tree.chainOf([{ role: "user", content: "a" }, { role: "assistant", content: "b" }]) };
+  const fork = await import("/page/fork.js");
+  const one = { ...fork.chainOf([{ role: "user", content: "a" }, { role: "assistant", content: "b" }]) };
   const said = (conversation) => tree.path(conversation).map(({ content }) => content).join("");
   const other = tree.add(one, null, { role: "user", content: "A" });
   tree.add(one, other.id, { role: "assistant", content: "B" });
   const found = [said(one), tree.versions(one, other).length];
   tree.choose(one, one.messages[0]);
-  found.push(said(one), said(tree.chainTo(one, one.messages[0])));
+  found.push(said(one), said(fork.chainTo(one, one.messages[0])));
   tree.drop(one, one.messages[1]);
   found.push(said(one), said({ messages: [{ id: 1, parent: 1, content: "x" }], head: 1 }));
   return found;

@@ -1,0 +1,125 @@
+"""Tests one conversation on two devices: what was said on one of them is found on both, in the order of the turns."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.app.fakes import Script
+from tests.page.browser import answered, composer, send
+from tests.page.served import Served
+
+pytestmark = pytest.mark.servers
+
+
+@pytest.fixture(autouse=True)
+def script(server: Served) -> Iterator[Script]:
+    server.engine.script = Script()
+    yield server.engine.script
+    server.engine.kept.clear()
+
+
+@pytest.fixture
+def device(page: Any, browser: Any, server: Served) -> Iterator[Any]:
+    """The page in another browser, with a memory of its own."""
+    context = browser.new_context()
+    other = context.new_page()
+    other.goto(server.url)
+    other.locator('#server[data-state="ready"]').wait_for()
+    yield other
+    context.close()
+
+
+def open_there(device: Any, name: str, answers: int) -> None:
+    device.reload()
+    device.locator("#conversations .open").filter(has_text=name).click()
+    answered(device, answers)
+
+
+def kept(server: Served, session: str) -> list[str]:
+    listed = httpx.get(f"{server.url}/v1/sessions/{session}/messages").json()["data"]
+    return [message["content"] for message in listed if message["role"] == "user"]
+
+
+def mine(page: Any) -> list[str]:
+    return page.locator("article.mine .text").all_inner_texts()  # type: ignore[no-any-return]
+
+
+def test_a_turn_comes_after_what_another_device_has_said_meanwhile(page: Any, device: Any, server: Served) -> None:
+    send(page, "One")
+    session = server.engine.submitted[-1].session_id
+    open_there(device, "One", 1)
+    send(device, "From there")
+    composer(page).fill("From here")
+    page.keyboard.press("Enter")
+    answered(page, 3)
+    assert kept(server, session) == ["One", "From there", "From here"]
+    assert mine(page) == kept(server, session)
+    page.reload()
+    answered(page, 3)
+    assert mine(page) == kept(server, session)
+    composer(device).fill("Again from there")
+    device.keyboard.press("Enter")
+    answered(device, 4)
+    assert mine(device) == kept(server, session) == ["One", "From there", "From here", "Again from there"]
+
+
+def test_a_turn_that_another_device_wrote_over_stays_as_a_version(page: Any, device: Any, server: Served) -> None:
+    send(page, "One")
+    session = server.engine.submitted[-1].session_id
+    open_there(device, "One", 1)
+    device.route("**/messages?*", lambda route: route.abort())  # it does not hear of the other one in time
+    send(page, "From here")
+    send(device, "From there")
+    assert kept(server, session) == ["One", "From there"]
+    page.reload()  # as many messages as there are here
+    page.get_by_role("group", name="Versions of this message").wait_for()
+    assert mine(page) == ["One", "From here"]
+    page.get_by_role("button", name="Next version").click()
+    assert mine(page) == ["One", "From there"]
+
+
+def test_an_edit_stands_beside_what_another_device_has_said(page: Any, device: Any, server: Served) -> None:
+    send(page, "One")
+    session = server.engine.submitted[-1].session_id
+    open_there(device, "One", 1)
+    send(device, "From there")
+    page.get_by_role("button", name="Edit this message").click()
+    page.get_by_label("Edit the message").fill("Instead")
+    page.keyboard.press("Enter")
+    answered(page, 1)
+    page.get_by_role("group", name="Versions of this message").wait_for()
+    assert mine(page) == ["Instead"]
+    assert kept(server, session) == ["Instead"]
+    page.get_by_role("button", name="Version before").click()
+    assert mine(page) == ["One", "From there"]
+
+
+def test_a_turn_with_the_same_words_makes_no_circle(page: Any) -> None:
+    join = """async () => {
+      const { chainOf } = await import("/page/fork.js");
+      const { path } = await import("/page/message_tree.js");
+      const { graftBefore } = await import("/page/graft.js");
+      const said = (content, place) => ({ role: place % 2 ? "assistant" : "user", content, end: "stop" });
+      const here = chainOf(["a", "b", "Go on", ""].map(said));
+      const written = graftBefore(here, ["a", "b", "Go on", "c"].map(said), here.messages[2]);
+      return [written, path(here).map(({ content }) => content), new Set(here.messages.map(({ id }) => id)).size];
+    }"""
+    assert page.evaluate(join) == [2, ["a", "b", "Go on", "c", "Go on", ""], 6]
+
+
+def test_the_last_answer_that_was_brought_may_be_a_part_and_goes_on(page: Any, device: Any, server: Served) -> None:
+    page.get_by_role("button", name="System prompt and sampling").click()
+    page.get_by_label("Longest answer").fill("3")
+    page.get_by_role("button", name="Done").click()
+    send(page, "One")
+    page.get_by_text("Ended at its limit of 3 tokens.").wait_for()
+    open_there(device, "One", 1)
+    ending = device.locator("article.theirs .ending")
+    ending.get_by_role("button", name="Answer again").wait_for()
+    assert ending.locator("p").count() == 0, "nothing is claimed of its end"
+    with device.expect_request("**/v1/chat/completions") as asked:
+        ending.get_by_role("button", name="Continue").click()
+    assert asked.value.post_data_json["continue_final_message"] is True
+    ending.wait_for(state="hidden")
