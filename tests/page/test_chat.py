@@ -32,7 +32,7 @@ def test_an_answer_streams_in_and_says_where_its_history_came_from(page: Any, se
         "prompt_tokens": 65, "hbm_tokens": 10, "dram_tokens": 20, "disk_tokens": 30, "truncated_tokens": 7,
         "miss_reasons": {"new": 4, "last_token": 1},
     }  # fmt: skip
-    server.engine.script.step_s = 0.02
+    server.engine.script.step_s = 0.1
     composer(page).fill("Hello")
     page.keyboard.press("Enter")
     streaming = page.locator('article.theirs[data-streaming="true"] .text')
