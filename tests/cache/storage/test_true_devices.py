@@ -37,8 +37,8 @@ def device(tmp_path: Path) -> Iterator[str]:
     image = tmp_path / "image"
     image.touch()
     os.truncate(image, 64 << 20)
+    run("mkfs.ext4", "-q", image)
     try:
-        run("mkfs.ext4", "-q", image)
         loop = run("losetup", "--find", "--show", image)
     except subprocess.CalledProcessError as error:
         pytest.skip(f"there is no loop device: {error.stderr.strip()}")
