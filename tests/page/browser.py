@@ -2,7 +2,7 @@
 
 import contextlib
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 FLAGS = (
@@ -57,6 +57,15 @@ def wait_until(page: Any, expression: str) -> None:
             return
         page.wait_for_timeout(25)
     raise AssertionError(expression)
+
+
+def wait_for(page: Any, condition: Callable[[], bool]) -> None:
+    """Wait until something is true of what the page has told the test, such as which requests it held back."""
+    for _ in range(400):
+        if condition():
+            return
+        page.wait_for_timeout(25)
+    raise AssertionError("it did not come within 10 s")
 
 
 def send(page: Any, text: str, timeout_s: float = 60.0) -> Any:

@@ -77,6 +77,7 @@ def page(tab: Any, server: Served) -> Iterator[Any]:
     tab.reload()
     tab.locator('#server[data-state="ready"]').wait_for()
     yield tab
+    tab.unroute_all()  # a test that failed holds nothing back from the next
     tab.remove_listener("pageerror", fail)
     tab.remove_listener("console", hear)
     assert complaints == []

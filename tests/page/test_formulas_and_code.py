@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.app.fakes import Script
-from tests.page.browser import answered, composer, send, wait_until
+from tests.page.browser import answered, composer, send, wait_for, wait_until
 from tests.page.served import Served
 
 pytestmark = pytest.mark.servers
@@ -81,6 +81,7 @@ def test_a_selection_in_code_stays_when_it_gets_its_colours(page: Any, script: S
         }"""
     )
     assert page.evaluate("getSelection().toString()") == "# why"
+    wait_for(page, lambda: bool(held))
     held[0].continue_()
     answer.locator(".code-keyword").first.wait_for()
     page.unroute("**/prism-core.js")
