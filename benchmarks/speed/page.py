@@ -37,7 +37,7 @@ HEAP_LIMIT_MIB = 3.0
 
 FILL = """async ([conversations, turns, longTurns, chars]) => {
   const store = await import("/page/store.js");
-  const tree = await import("/page/message_tree.js");
+  const fork = await import("/page/fork.js");
   const tokens = { hbm: 10, dram: 0, disk: 0, redis: 0, computed: 5, truncated: 0 };
   const report = { tokens, ttft_ms: 5, completion_tokens: 9, timings: { queue_ms: 1 }, reasons: { new: 5 } };
   const answer = (content) => ({ role: "assistant", content, thought: "", report, end: "stop", limit: null });
@@ -48,7 +48,7 @@ FILL = """async ([conversations, turns, longTurns, chars]) => {
   const made = (title, count, text) => {
     const turns = Array.from({ length: count }, (_, n) => [{ role: "user", content: `Question ${n}?` }, answer(text)]);
     const said = turns.flat();
-    return { ...store.create(), title, revision: 1, ...tree.chainOf(said) };
+    return { ...store.create(), title, revision: 1, ...fork.chainOf(said) };
   };
   const short = "A short answer. ".repeat(10);
   await store.adopt(Array.from({ length: conversations }, (_, n) => made(`Conversation ${n}`, turns, short)));

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.speed import page as speed
 from tests.app.fakes import Script
 from tests.page.browser import send, wait_until
 from tests.page.served import Served
@@ -112,3 +113,9 @@ def test_the_page_is_as_high_as_the_window_however_long_the_conversation(page: A
     assert page.evaluate(script) == [0, 0, 0], "nothing can be scrolled but the thread"
     page.locator("#thread article h2").first.evaluate("(head) => head.scrollIntoView()")
     assert page.evaluate("[scrollY, document.body.scrollTop, document.querySelector('.layout').scrollTop]") == [0, 0, 0]
+
+
+def test_what_the_benchmark_of_the_page_does_is_possible(page: Any) -> None:
+    long_one = page.evaluate(speed.FILL, [2, 2, 4, 300])
+    assert page.evaluate(speed.OPEN, [long_one, 8])["whole_ms"] > 0
+    assert len(page.evaluate(speed.KEY, 3)) == 3
