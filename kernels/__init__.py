@@ -6,4 +6,4 @@ version that transformers takes for too old to use. `engine` also turns that imp
 Raise nothing here: transformers does not expect it.
 """
 
-__version__ = "0.3.0"
+__version__ = "0.4.0"
