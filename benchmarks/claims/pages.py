@@ -11,8 +11,8 @@ from benchmarks.claims.read import Claim
 _NUMBER = r"[\d,.]*\d(?: %)?"
 _HEAD = """# Results
 
-Every number is read from the file named after it, in `benchmarks/results/`, by `python -m benchmarks.claims`, which also
-puts it into the documents that repeat it. A file holds the command, the versions, the machine and every round.
+Every number is read from the file named after it, in `benchmarks/results/`, by `python -m benchmarks.claims`, which
+also puts it into the documents that repeat it. A file holds the command, the versions, the machine and every round.
 """
 
 

@@ -135,7 +135,9 @@ def served_section(result: Result, machine: str) -> list[str]:
         table("KV | rate | order | TTFT mean / p50 / p95 | first turns | returning turns | E2E | longest TTFT | "
               "TPOT p50 | tokens/s", rows),
         table(f"KV | rate | `{DEFAULT}` over | TTFT mean / p50 / p95 | E2E | TPOT p50 | tokens/s", over),
-        held(result),
+        # The table above shows the missed ones: naming each would take as many lines as it has numbers.
+        f"{sum(result['held'].values())} of {len(result['held'])} aims are met: of each row mean, p50 and p95 of TTFT "
+        "at most 1, mean and p95 of E2E at most 1, TPOT at most 1.02, tokens/s at least 0.99.",
         machine,
     )  # fmt: skip
 
