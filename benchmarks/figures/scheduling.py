@@ -92,7 +92,7 @@ def _costs(row: Result, arm: str) -> tuple[float, float, float]:
 
 
 def _verdicts(rows: list[Result]) -> list[str]:
-    """Between what each ratio lies over all rows, and in how many it is certainly a gain or a loss."""
+    """Return the range of each ratio over all rows, and in how many rows it is certainly a gain or a loss."""
     lines = []
     for name in rows[0]["ratios"]:
         said = []

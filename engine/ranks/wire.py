@@ -121,7 +121,7 @@ ToRank = MakeTiers | CarryOut | RunStep | SaveRows | Close
 
 
 class RankRefused(msgspec.Struct, frozen=True, tag="refused"):
-    """This rank cannot be built. The message is for people."""
+    """Reports that a rank cannot be built. The message is for people."""
 
     message: str
 

@@ -347,7 +347,7 @@ class Simulation:
     def _hear(self) -> None:
         for event in self.tiers.take_events(self.now):
             self.cache.on_event(event, self.now)
-        self.cache.sessions.take_heads()  # that nobody is told of
+        self.cache.sessions.take_heads()  # they are for a fleet, and here is none
 
     def _wait(self, preempted: bool) -> None:
         """Advance the clock to the next event, because nothing can run."""

@@ -96,7 +96,7 @@ async def list_sessions(request: Request) -> dict[str, Any]:
     **described("Remove any tenant's conversation", None),
 )
 async def delete_session(request: Request, tenant: str, session_id: str) -> None:
-    """Like `DELETE /v1/sessions/{session_id}`. For `server.admin_keys` where there are keys."""
+    """Act as `DELETE /v1/sessions/{session_id}` does. For `server.admin_keys` where there are keys."""
     require_admin(request)
     if not SESSION_ID.fullmatch(session_id) or not SESSION_ID.fullmatch(tenant):
         raise session_not_found(session_id)

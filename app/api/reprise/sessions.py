@@ -79,10 +79,9 @@ class SessionPatch(BaseModel):
 
 @router.get("/v1/sessions", **described("List the conversations in the cache", answers.SessionList, query=SessionPage))
 async def list_sessions(request: Request) -> dict[str, Any]:
-    """This key's conversations, by id. `after`: the `last_id` of the previous page; that session may be gone. With
-    `titles=true` each has its title and how it begins, and conversations are listed too whose messages are kept while
-    no tier has their KV (`blocks` is empty): their next turn is computed anew. Titles and texts are those of
-    conversations with this `cache_salt`."""
+    """List those of this key, by id. `after`: the `last_id` of the previous page; that session may be gone. With
+    `titles=true` each has its title and how it begins, and those are listed too whose messages are kept while no tier
+    has their KV (`blocks` is empty): their next turn is computed anew. Titles and texts are those of `cache_salt`."""
     page = _query(request, SessionPage)
     reply = await _ask(request, "list", after=page.after, limit=page.limit)
     data, more = [describe_session(info) for info in reply.sessions], reply.more
