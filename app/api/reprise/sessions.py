@@ -129,10 +129,10 @@ async def patch_session(request: Request, session_id: str) -> Response:
     **described("List a conversation's messages", answers.SessionMessageList, query=MessagePage),
 )
 async def list_messages(request: Request, session_id: str) -> dict[str, Any]:
-    """The messages of the conversation's newest turn with its answer, thoughts and calls included, in the form in which
-    a chat takes them. `after`: the `last_id` of the previous page. A page ends early where it has 4 MiB. 404
-    `no_transcript` where the server keeps none: after the session's time to live or its deletion, where another server
-    had its turns, or where they were text completions. Side calls (`service_tier` `flex`) are not kept."""
+    """The messages of the newest turn with its answer, thoughts and calls included, in the form in which a chat takes
+    them. `after`: the `last_id` of the previous page. A page ends early where it has 4 MiB. 404 `no_transcript` where
+    the server keeps none: after the session's time to live or its deletion, where another server had its turns, or
+    where they were text completions. Side calls (`service_tier` `flex`) are not kept."""
     _check(session_id)
     page = _query(request, MessagePage)
     found = await sessions_of(request).messages(
@@ -164,8 +164,8 @@ async def delete_session(request: Request, session_id: str) -> None:
     **described("Load a conversation's KV", answers.Session),
 )
 async def prefetch_session(request: Request, session_id: str) -> dict[str, Any]:
-    """Announces the session's next turn. Its KV is brought from disk or Redis to DRAM, after that of turns that wait,
-    and stays there for a minute. Answers before that is done."""
+    """Announces the session's next turn: its KV is brought from disk or Redis to DRAM, and stays there for a minute.
+    Answers before that is done."""
     return _only(session_id, await _ask(request, "prefetch", session_id=session_id))
 
 
