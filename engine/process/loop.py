@@ -116,8 +116,8 @@ class StepEngine(Protocol):
         ...
 
     def progress(self, now: float) -> list[Output]:
-        """Return outputs for clients that want to know how far their prompts are read, at most ten times a second. Called
-        in every turn of the loop."""
+        """Return outputs for clients that want to know how far their prompts are read, ten times a second at most.
+        Called in every turn of the loop."""
         ...
 
     def is_fatal(self, error: Exception) -> bool:
