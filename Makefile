@@ -159,7 +159,7 @@ bench-quick: setup  ## a small form of each benchmark beside the committed resul
 	@$(BIN)/python -m benchmarks.harness.quick $(if $(wildcard $(DATA)/dialogues),--data '$(DATA)') $(ARGS)
 
 sim: setup  ## scheduler and cache without a model, on a virtual clock: 10,000 random servers
-	@$(BIN)/python -m reprise.loadgen.virtual.simulation $(ARGS)
+	@$(BIN)/python -m reprise.loadgen.virtual.random_servers $(ARGS)
 
 evidence: setup  ## measures again what documents claim, where the result is stale; hours on an idle machine
 	@$(BIN)/python -m benchmarks.claims.evidence $(ARGS)

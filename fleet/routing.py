@@ -67,7 +67,7 @@ class Question:
 
     session: str  # its id or a digest: the fall-back hashes it
     new_tokens: int  # tokens of the prompt after the history
-    history_tokens: int = 0  # that are saved somewhere; 0 for a new session
+    history_tokens: int = 0  # history that is saved somewhere; 0 for a new session
     home: str | None = None  # the replica that last committed the session
     idle_s: float = 0.0  # since it was used last
     redis_tokens: int = 0  # leading tokens of the history whose KV is in Redis

@@ -26,7 +26,7 @@ _EXPOSED = 0.1  # share of turns that wait for loads, which is too many
 class Signals:
     """The measurements of a fleet over the last `WINDOW_S`."""
 
-    replicas: int  # that serve
+    replicas: int  # replicas that serve
     wait_p90_s: float  # predicted waits of newcomers, over replicas and time
     busy: float  # share of their time in which replicas compute prompts, in the mean
     dram_share: float = 1.0  # share of history tokens that were found in DRAM or HBM

@@ -47,7 +47,7 @@ def main(words: list[str]) -> None:
 
 @cli.command()
 def bench_command(
-    url: Annotated[str, typer.Argument(metavar="URL", help="Of a server or a gateway, with or without /v1.")],
+    url: Annotated[str, typer.Argument(metavar="URL", help="Address of a server or a gateway, with or without /v1.")],
     prompts: Annotated[
         Path | None,
         Option(help="Your own prompts: one a line, as text or as JSON (a list of messages). Default: some of ours."),
@@ -55,7 +55,7 @@ def bench_command(
     seconds: Annotated[float, Option(min=1, max=3600, help="How long to measure.")] = 60.0,
     requests: Annotated[int, Option(min=3, max=100_000, help="Most requests.")] = 300,
     answer_tokens: Annotated[int, Option(min=1, max=4096, help="Most tokens of an answer.")] = 16,
-    model: Annotated[str, Option(help="Default: the first it lists.")] = "",
+    model: Annotated[str, Option(help="Default: the first model that the server lists.")] = "",
     api_key: Annotated[str, Option(envvar="OPENAI_API_KEY", show_envvar=True, help="Bearer key.")] = "",
 ) -> None:
     """Say what the server's tiers give: first tokens of turns whose history is kept, and of the same turns without.

@@ -17,8 +17,8 @@ from reprise.loadgen.workloads.synthetic import Distribution
 class ServerOptions:
     panel: ClassVar = "The server"
 
-    url: Annotated[str, Option(help="With or without /v1.")] = "http://127.0.0.1:8000"
-    model: Annotated[str, Option(help="Default: the first it lists.")] = ""
+    url: Annotated[str, Option(help="Address of the server, with or without /v1.")] = "http://127.0.0.1:8000"
+    model: Annotated[str, Option(help="Default: the first model that the server lists.")] = ""
     api_key: Annotated[str, Option(envvar="OPENAI_API_KEY", show_envvar=True, help="Bearer key.")] = ""
     temperature: Annotated[float, Option(min=0)] = 0.0
     ignore_eos: Annotated[bool, Option(help="Ask for answers of exactly their length (Reprise, vLLM, SGLang).")] = False

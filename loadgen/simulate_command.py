@@ -31,7 +31,7 @@ class FullModeOptions:
     server: Annotated[
         str, Option(help="Full mode: instead of a model, a running Reprise, as it has measured itself (URL).")
     ] = ""
-    api_key: Annotated[str, Option(envvar="OPENAI_API_KEY", show_envvar=True, help="Of --server.")] = ""
+    api_key: Annotated[str, Option(envvar="OPENAI_API_KEY", show_envvar=True, help="API key of --server.")] = ""
     machine: Annotated[
         Path | None, Option(help="Full mode: instead of a model, the machine of an earlier result (--out).")
     ] = None

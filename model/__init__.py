@@ -1,1 +1,1 @@
-"""The bundled chat model: the code that made it (`corpus.py`, `train.py`) and its weights (`bundled/`)."""
+"""The bundled chat model (`bundled/`), and where models lie. The code that made it is in `tools/bundled_model/`."""

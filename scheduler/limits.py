@@ -7,7 +7,7 @@ from dataclasses import dataclass
 class SchedulerLimits:
     """Sizes and switches of a `Scheduler`; they do not change while it runs."""
 
-    max_seqs: int  # that run at once
+    max_seqs: int  # sequences that run at once
     max_queued: int  # waiting requests; a later one is refused
     step_tokens: int  # most tokens while a sequence decodes, and so waits for the end of every step
     lone_step_tokens: int  # most tokens while none does

@@ -9,7 +9,7 @@ T = TypeVar("T")
 V = TypeVar("V")
 
 _STRIDE = 64  # members compared at once: whole slices are compared a hundred times faster than members one by one
-_LEFT = 8  # so many of the first members may have left since: beyond that the lines are compared as they stand
+_LEFT = 8  # first members that may have left since: beyond that the lines are compared as they stand
 
 
 class Change(NamedTuple, Generic[T]):

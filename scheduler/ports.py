@@ -32,8 +32,7 @@ class Residency(Protocol):
 
     @property
     def exposed_s(self) -> float:
-        """Seconds of `load_s` that would remain visible after the computation of the missing tokens has hidden the
-        rest."""
+        """Seconds of `load_s` that the request would wait for; the rest passes while missing tokens are computed."""
         ...
 
     @property

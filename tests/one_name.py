@@ -25,7 +25,7 @@ def hook(path: str) -> Finder:
 
 
 def refuse_bare_names() -> None:
-    """For the whole process. Somebody else's package called `kernels` is found where it is installed."""
+    """Refuse bare names in the whole process. Other people's package `kernels` is found where it is installed."""
     sys.path_hooks.insert(0, hook)
     sys.path_importer_cache.clear()
 

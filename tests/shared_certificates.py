@@ -22,5 +22,5 @@ def create(*purpose: Any, **options: Any) -> ssl.SSLContext:
 
 
 def share_certificates() -> None:
-    """For the whole process."""
+    """Have the certificates read once in the whole process."""
     ssl.create_default_context = create

@@ -267,7 +267,7 @@ INDEX_FAULTS = [garbage_in_the_index, delete_the_index, cut_the_index, a_directo
 def test_the_index_is_spoiled(
     path: Path, tmp_path: Path, expected: list[list[list[int]]], fault: Callable[[Path], None], running: bool
 ) -> None:
-    """Between two runs, or in the middle of one; the next start makes it anew from the records."""
+    """The fault comes between two runs, or in the middle of one. The next start makes the index of the records."""
     driver = tiered(path, **DISK, disk_dir=str(tmp_path))
     texts, _ = converse(driver, turns=2)
     if running:
@@ -288,7 +288,7 @@ def test_the_index_is_spoiled(
 
 
 def test_the_index_is_locked_by_somebody_else(path: Path, tmp_path: Path, expected: list[list[list[int]]]) -> None:
-    """While running: what cannot be noted is found by its records later."""
+    """Records that cannot be noted in the index while the server runs are found later."""
     driver = tiered(path, **DISK, disk_dir=str(tmp_path))
     texts, _ = converse(driver, turns=1)
     texts = texts[:1]

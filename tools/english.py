@@ -31,7 +31,8 @@ FOLDERS = (
 # A docstring begins with a verb, or with "A", "An" or "The" and a noun. A string below an attribute may be any noun.
 _NO_BEGINNING = re.compile(
     r"(What|Who|Whom|Whose|Whoever|Whatever|Which|Whichever|How|Those|Not|Of|When|Where|As|See|In|On|At|By|From"
-    r"|To|With|Without|If|Until|Likewise|\.\.\.)\b"
+    r"|To|With|Without|If|Until|Likewise|For|So|Between|Also|This|That|After|Before|While|Because|Then|Than|And|Or|But"
+    r"|Like|\.\.\.)\b"
 )
 # Requests, sequences, blocks and threads are things. In the other folders, these words mean clients and operators.
 _PERSONS = re.compile(r"\b(who|whom|nobody|somebody|everybody|whoever|anybody)\b", re.IGNORECASE)
@@ -40,7 +41,7 @@ _OF_THINGS = ("cache", "engine", "kernels", "scheduler")
 _BEHIND = re.compile(
     r"\bbehind\b(?! (\w+ ){0,2}(gateways?|prox(y|ies)|balancers?|hooks?|protocols?|walls?)\b)", re.IGNORECASE
 )
-_NO_COMMENT = re.compile(r"#\s*(of|and|in|to|until|likewise|or|but)\b")
+_NO_COMMENT = re.compile(r"#\s*(of|and|in|to|until|likewise|or|but|who|whom|which|that|then|than|so)\b")
 # These continue or announce another comment, so they are faults where code lies between the two.
 _HANGS_ON_ABOVE = re.compile(r"#\s*(and|or|but)\b")
 _HANGS_ON_BELOW = re.compile(r"[,:]\s*$")

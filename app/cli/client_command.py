@@ -28,7 +28,7 @@ def client(
         str | None,
         typer.Argument(help="One of those that are listed without it.", autocompletion=_names),
     ] = None,
-    url: Annotated[str, typer.Option(help="Of the server.")] = HERE,
+    url: Annotated[str, typer.Option(help="Address of the server.")] = HERE,
     model: Annotated[str | None, typer.Option(help="Name or alias; default: the first that the server lists.")] = None,
     key: Annotated[
         str, typer.Option(metavar="VARIABLE", help="Environment variable that holds the server's key.")

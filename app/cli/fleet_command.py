@@ -17,7 +17,7 @@ TIMEOUT_S = 10.0
 KEY_VARIABLE = "REPRISE_KEY"
 cli = typer.Typer(no_args_is_help=True, help="The replicas behind a gateway.")
 console = Console(stderr=True, highlight=False, soft_wrap=True)
-Url = Annotated[str, typer.Option(help="Of a gateway.")]
+Url = Annotated[str, typer.Option(help="Address of a gateway.")]
 Replica = Annotated[str, typer.Argument(help="Its name, as `status` shows it.")]
 HERE = "http://127.0.0.1:8000"
 
@@ -25,14 +25,18 @@ HERE = "http://127.0.0.1:8000"
 @cli.command(cls=ServeCommand, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def up(
     context: typer.Context,
-    replicas: Annotated[int, typer.Option(min=1, max=1000, help="Servers to run, at least.")] = 2,
+    replicas: Annotated[int, typer.Option(min=1, max=1000, help="Least number of servers.")] = 2,
     most: Annotated[
-        int | None, typer.Option(min=1, max=1000, help="Servers to run under load; default: as many.")
+        int | None, typer.Option(min=1, max=1000, help="Most servers, under load; default: --replicas.")
     ] = None,
-    gpus: Annotated[float | None, typer.Option(min=0, help="Of each server; default: 1 where there are any.")] = None,
-    ttft_target_s: Annotated[float, typer.Option(min=0.01, help="Servers are enough to wait half as long.")] = 1.0,
+    gpus: Annotated[
+        float | None, typer.Option(min=0, help="GPUs of each server; default: 1 where there are any.")
+    ] = None,
+    ttft_target_s: Annotated[
+        float, typer.Option(min=0.01, help="Seconds to a first token; servers are added when waits exceed half of it.")
+    ] = 1.0,
     downscale_delay_s: Annotated[
-        float, typer.Option(min=0, help="Fewer must do so long before one is drained.")
+        float, typer.Option(min=0, help="Seconds for which fewer servers must be enough before one is drained.")
     ] = 300.0,
     gateway: Annotated[bool, typer.Option(help="Start a gateway before them.")] = True,
     host: Annotated[str | None, typer.Option(help="Address that the gateway listens on.")] = None,
@@ -68,17 +72,21 @@ def up(
 
 @cli.command()
 def deploy(
-    replicas: Annotated[int, typer.Option(min=1, max=1000, help="Servers to run, at least.")] = 2,
+    replicas: Annotated[int, typer.Option(min=1, max=1000, help="Least number of servers.")] = 2,
     most: Annotated[
-        int | None, typer.Option(min=1, max=1000, help="Servers to run under load; default: as many.")
+        int | None, typer.Option(min=1, max=1000, help="Most servers, under load; default: --replicas.")
     ] = None,
-    gpus: Annotated[float, typer.Option(min=0, help="Of Ray, for each server.")] = 0.0,
-    cpus: Annotated[float, typer.Option(min=0, help="Of Ray, for each server.")] = 1.0,
-    ttft_target_s: Annotated[float, typer.Option(min=0.01, help="Servers are enough to wait half as long.")] = 1.0,
+    gpus: Annotated[float, typer.Option(min=0, help="GPUs of Ray's for each server.")] = 0.0,
+    cpus: Annotated[float, typer.Option(min=0, help="CPUs of Ray's for each server.")] = 1.0,
+    ttft_target_s: Annotated[
+        float, typer.Option(min=0.01, help="Seconds to a first token; servers are added when waits exceed half of it.")
+    ] = 1.0,
     downscale_delay_s: Annotated[
-        float, typer.Option(min=0, help="Fewer must do so long before one is drained.")
+        float, typer.Option(min=0, help="Seconds for which fewer servers must be enough before one is drained.")
     ] = 300.0,
-    replace: Annotated[bool, typer.Option("--replace", help="Also where it runs: one after the other.")] = False,
+    replace: Annotated[
+        bool, typer.Option("--replace", help="Replace servers that run already, one after the other.")
+    ] = False,
     config: Annotated[Path | None, typer.Option(help="TOML file with settings, on every machine.")] = None,
 ) -> None:
     """Have the Ray cluster that this machine is part of run servers. Returns when they take requests. Where they run
@@ -139,7 +147,7 @@ def drain(
 
 @cli.command()
 def move(
-    session_id: Annotated[str, typer.Argument(help="Of the key's own.")],
+    session_id: Annotated[str, typer.Argument(help="One of the key's own sessions.")],
     replica: Replica,
     url: Url = HERE,
 ) -> None:

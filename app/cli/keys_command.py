@@ -11,8 +11,8 @@ from reprise.app.tenancy.key_file import KeyFileError, add_key, remove_key
 console = Console(stderr=True, highlight=False)
 SOON = "A server that runs knows it within a second."
 cli = typer.Typer(no_args_is_help=True, help="API keys, kept as hashes.")
-Name = Annotated[str, typer.Argument(help="Whose it is.")]
-File = Annotated[Path, typer.Option(help="What server.keys_file names.")]
+Name = Annotated[str, typer.Argument(help="Name of the tenant that has the key.")]
+File = Annotated[Path, typer.Option(help="The file that server.keys_file names.")]
 
 
 @cli.command()

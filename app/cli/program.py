@@ -201,7 +201,9 @@ def simulate_policies(context: typer.Context) -> None:
 @cli.command("convert")
 def convert_gguf(
     file: Annotated[Path, typer.Argument(metavar="FILE.gguf", help="Weights and vocabulary in one file.")],
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Is made; `reprise serve --model DIR` serves it.")],
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Directory to make; `reprise serve --model DIR` serves it.")
+    ],
 ) -> None:
     """Convert a GGUF file to a model directory: safetensors, tokenizer and configuration."""
     from reprise.engine.gguf.convert import convert

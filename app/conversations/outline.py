@@ -54,7 +54,7 @@ class Outline(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def answer(self) -> Mark | None:
-        """The mark of the answer; None if it is not recorded."""
+        """The outline of the answer; None if the answer is not recorded."""
         marks = self.marks
         return marks[-1] if len(marks) > self.outlined else None
 
@@ -88,7 +88,8 @@ class Asked:
 
     @property
     def tail(self) -> bytes | None:
-        """`tail_of` the last answer in the request; None if there is no answer in it."""
+        """The digest by which the request is found to go on from the last answer in it (`tail_of`); None if it has no
+        answer."""
         turns = range(len(self.messages) - 1, 0, -1)
         turn = next((turn for turn in turns if self.messages[turn].get("role") == "assistant"), None)
         return None if turn is None else tail_of(self.tenant, self.messages[turn - 1], self.messages[turn])

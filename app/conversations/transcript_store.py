@@ -314,9 +314,9 @@ class TranscriptStore:
 
     def adopt(self, session_id: str, rows: Mapping[bytes, bytes], *, tenant: str, now: float, after: int) -> int:
         """Record what other servers have exported of a session. Rows that are damaged, or whose base is missing, are
-        left out. after: id of the newest answer that this server has exported. Returns the id after which to export
-        next: the newest one, or that before the first answer recorded here which `rows` lacks, so that this answer is
-        exported too."""
+        left out. after: id of the newest answer that this server has exported. Returns the id after which the next
+        export begins: the newest answer's, unless an answer after `after` is recorded here that `rows` lacks. Then it
+        is an id below that answer's, so that the answer is exported too."""
         return self._adopt(tenant, session_id, rows, now, after) or after
 
     @_forgiving(lambda: None)

@@ -18,7 +18,7 @@ from reprise.app.tenancy.keyring import Keyring
 
 OPEN_PATHS = frozenset({"/health", "/v1/health", "/ready", "/", "/docs"})
 OPEN_BELOW = "/page/"  # the page's files, which hold no data; the requests that the page makes need a key
-KEY_HEADERS = ("x-api-key", "api-key")  # that clients of Anthropic's API and of Azure's send
+KEY_HEADERS = ("x-api-key", "api-key")  # headers in which clients of Anthropic's and Azure's APIs send a key
 CLIENT_CLOSED_REQUEST = 499
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._\-]{1,128}")
 

@@ -168,7 +168,7 @@ class Prediction(Part):
 
 
 class ChatCompletionRequest(GenerationRequest):
-    """POST /v1/chat/completions. An explicit null means the default."""
+    """The body of POST /v1/chat/completions. A null means the default."""
 
     refused = frozenset(
         {"functions", "audio", "web_search_options", "echo", "prompt_logprobs", "use_beam_search"}

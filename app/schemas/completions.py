@@ -23,7 +23,7 @@ def _prompts(value: object) -> object:
 
 
 class CompletionRequest(GenerationRequest):
-    """POST /v1/completions. An explicit null means the default."""
+    """The body of POST /v1/completions. A null means the default."""
 
     refused = frozenset({"suffix", "prompt_logprobs", "use_beam_search", "prompt_embeds", *BOUNDS, *ELSEWHERE})
 

@@ -246,7 +246,7 @@ class CacheOptions(Part):
 
 
 class GenerationRequest(Part):
-    """The fields that chat and text completions share. An explicit null means the default."""
+    """The fields that chat and text completions share. A null means the default."""
 
     model: str | None = Field(None, min_length=1, max_length=512, description="default: the model that is served")
     stream: bool | None = None

@@ -151,7 +151,7 @@ class OutputConfig(Part):
 
 
 class CountTokensRequest(Part):
-    """POST /v1/messages/count_tokens: the fields that determine the prompt."""
+    """The body of POST /v1/messages/count_tokens: the fields that determine the prompt."""
 
     # `context_management` is accepted: what it would have cleared stays in the context.
     refused = frozenset({"mcp_servers", "previous_response_id", "conversation", *ELSEWHERE})
@@ -194,7 +194,7 @@ class CountTokensRequest(Part):
 
 
 class MessagesRequest(CountTokensRequest):
-    """POST /v1/messages. An explicit null means the default."""
+    """The body of POST /v1/messages. A null means the default."""
 
     refused = CountTokensRequest.refused | BOUNDS
 

@@ -269,7 +269,7 @@ def _conversation(value: object) -> object:
 
 
 class ResponseRequest(Part):
-    """POST /v1/responses. An explicit null means the default."""
+    """The body of POST /v1/responses. A null means the default."""
 
     refused = frozenset({"prompt", *BOUNDS, *ELSEWHERE})
 
@@ -345,7 +345,7 @@ def _with_items(body: dict[str, Any], field: str, losses: Losses) -> dict[str, A
 
 
 class ConversationRequest(Part):
-    """POST /v1/conversations, and for one conversation its metadata."""
+    """The body of POST /v1/conversations; of the POST that changes one conversation, its metadata alone counts."""
 
     items: Items | None = None
     metadata: Metadata | None = None

@@ -80,7 +80,7 @@ class ModelSettings(Section):
         "auto", description="the family in whose form the model writes calls; auto: the one that its template shows"
     )
     thoughts: ThoughtFamily = Field(
-        "auto", description="the family in whose form it marks thoughts; auto: the one that its template shows"
+        "auto", description="the family in whose form the model marks thoughts; auto: the one that its template shows"
     )
 
 
@@ -108,7 +108,9 @@ class CacheSettings(Section):
         "auto", description="KV on disk; auto: a share of free space; 0 turns the tier off"
     )
     disk_dir: Path = Field(Path("~/.cache/reprise"), description="state files: KV, transcripts, the tenant secret")
-    disk_min_free_gib: float = Field(2.0, ge=0, le=1 << 20, description="of the file system, left to others")
+    disk_min_free_gib: float = Field(
+        2.0, ge=0, le=1 << 20, description="space of the file system that is left to others"
+    )
     larger_than_hbm: bool = Field(
         False, description="a context may be as long as DRAM holds: what HBM has no room for is read from there, slowly"
     )
@@ -175,7 +177,7 @@ class SchedulerSettings(Section):
     )
     itl_target_ms: Annotated[float, Field(ge=0, le=60_000)] | Literal["auto"] = Field(
         "auto",
-        description="what a step may take while somebody reads along; auto: weighed against first tokens; 0: no target",
+        description="longest step while an answer is written; auto: weighed against first tokens; 0: no target",
     )
     max_seqs: int = Field(32, ge=1, le=4096, description="sequences running at once")
     max_queued: int = Field(256, ge=1, le=100_000, description="sequences waiting at once; more are answered 503")
@@ -202,11 +204,15 @@ class ServerSettings(Section):
         (), repr=False, description="accepted bearer keys, comma-separated; none: no keys needed"
     )
     admin_keys: NameList = Field(
-        (), repr=False, description="bearer keys that open /v1/scheduler too; without any keys it is open"
+        (),
+        repr=False,
+        description="bearer keys that see all tenants' sessions, the queue and the cache; without any keys these are "
+        "open",
     )
     keys_file: Path | None = Field(
         None,
-        description="further keys, hashed, each with its own limits; `reprise keys` writes it; nobody else's to read",
+        description="further keys, hashed, each with its own limits; `reprise keys` writes it; readable by its owner "
+        "alone",
     )
     hostnames: NameList = Field(
         (), description="names with a dot by which a server without keys may be asked; addresses and others always may"
@@ -218,7 +224,10 @@ class ServerSettings(Section):
     allow_unauthenticated: bool = Field(False, description="listen beyond loopback although there are no keys")
     drain_s: float = Field(30.0, ge=0, le=86_400, description="at SIGTERM running answers may go on for this long")
     responses_ttl_s: float = Field(
-        30 * 86_400.0, gt=0, le=1e9, description="they are forgotten this long after their last use"
+        30 * 86_400.0,
+        gt=0,
+        le=1e9,
+        description="stored responses and conversations are forgotten this long after their last use",
     )
     access_log: bool = Field(
         False, description="one log line per request, and one per answer with its tokens by tier; never its text"
@@ -332,7 +341,10 @@ class LimitSettings(Section):
         0, ge=0, le=1 << 30, description="conversations kept for one key, the longest unused leave first; 0: any number"
     )
     key_cache_gib: float = Field(
-        0.0, ge=0, le=1 << 20, description="KV kept for one key in all tiers, likewise; 0: any amount"
+        0.0,
+        ge=0,
+        le=1 << 20,
+        description="KV kept for one key in all tiers, the longest unused leaves first; 0: any amount",
     )
 
 
@@ -346,7 +358,9 @@ class SelectorSettings(Section):
         "comparison infinigen, by a guess made one layer ahead",
     )
     min_context: int = Field(2048, ge=128, le=1 << 24, description="contexts of fewer tokens are read whole")
-    share: float = Field(0.1, gt=0, le=1, description="of a context's tokens that are read, in each layer and KV head")
+    share: float = Field(
+        0.1, gt=0, le=1, description="share of a context's tokens that is read, in each layer and KV head"
+    )
 
 
 class WeightSettings(Section):
@@ -357,6 +371,4 @@ class WeightSettings(Section):
         description="dram: the layers' weights stay in memory, and pass through HBM in every step, each while the "
         "layers before it compute",
     )
-    hbm_layers: int = Field(
-        0, ge=0, le=4096, description="of the layers, how many have their weights in HBM all the same"
-    )
+    hbm_layers: int = Field(0, ge=0, le=4096, description="number of layers whose weights stay in HBM all the same")

@@ -104,8 +104,8 @@ class AnswerForm:
         return ordered(messages, self.found.traits_with_tools if tools else self.found.traits)
 
     def prompt(self, messages: list[Message], tools: list[dict[str, Any]] | None) -> tuple[list[Message], Any]:
-        """Return (messages, tools), each in the form that the template takes. Where it does not render tools, the
-        system message brings or describes them, and the returned tools are None; it is put first if there is none."""
+        """Return (messages, tools), each in the form that the template takes. Where it does not render tools, a system
+        message holds them, which is put first if there is none, and the returned tools are None."""
         messages = self._as_taken(messages)
         if self.found.knows_tools and not self.found.tools_in_system:
             return messages, tools

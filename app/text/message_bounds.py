@@ -95,7 +95,7 @@ class MessageBounds:
         except TemplateError:
             tail = ""
         if not gap.startswith(tail):
-            tail = ""  # then the text that closes a message is counted to the next one
+            tail = ""  # the text that closes a message is counted to the next one
         if len(gap) <= MAX_GAP_CHARS:
             self._tails[key] = len(tail)
             if len(self._tails) > MAX_TAILS:

@@ -106,8 +106,8 @@ class Answer:
 
     @property
     def text_ends(self) -> list[int]:
-        """For each token, the number of characters of text that are complete once this token is decoded. The last
-        numbers may exceed the length of `text` if a stop string cut it."""
+        """The number of characters of text that are complete once a token is decoded, for each token. The last numbers
+        may exceed the length of `text` if a stop string cut it."""
         return self._detokenizer.text_ends
 
     @property

@@ -11,9 +11,8 @@ from benchmarks.claims.read import Claim
 _NUMBER = r"[\d,.]*\d(?: %)?"
 _HEAD = """# Results
 
-Every number here is read from a file in `benchmarks/results/` by `python -m benchmarks.claims`, which also puts it
-into the documents that repeat it. The file of a row holds the command, the versions, the machine and every round. A row
-names its program as it is called now; an older file may name it as it was called then.
+Every number is read from the file named after it, in `benchmarks/results/`, by `python -m benchmarks.claims`, which
+also puts it into the documents that repeat it. A file holds the command, the versions, the machine and every round.
 """
 
 
@@ -21,13 +20,16 @@ def results_page(claims: Sequence[Claim], detail: Sequence[tuple[str, str]]) -> 
     """Return docs/results.md. detail: titles and addresses of pages with tables and plots."""
     lines = [_HEAD, *(f"- [{title}]({address})" for title, address in detail)]
     for theme, together in groupby(claims, key=lambda claim: claim.theme):
-        lines += ["", f"## {theme}", "", "| claim | file | measured by | on | date, commit |", "|---|---|---|---|---|"]
-        lines += [_row(claim) for claim in together]
+        lines += ["", f"## {theme}", "", *(f"- {claim.marked} (`{claim.result}`)" for claim in together)]
+    lines += ["", "## How they were measured", ""]
+    lines += ["The programs are named as they are called now.", ""]
+    lines += ["| file | measured by | on | date, commit |", "|---|---|---|---|"]
+    lines += [_row(claim) for claim in {claim.result: claim for claim in claims}.values()]
     return "\n".join(lines) + "\n"
 
 
 def _row(claim: Claim) -> str:
-    return f"| {claim.marked} | {claim.result} | `{claim.command}` | {claim.machine} | {claim.date}, {claim.commit} |"
+    return f"| {claim.result} | `{claim.command}` | {claim.machine} | {claim.date}, {claim.commit} |"
 
 
 def with_numbers(text: str, claims: Iterable[Claim]) -> str:

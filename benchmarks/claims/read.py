@@ -44,7 +44,7 @@ class Claim:
     marked: str  # the sentence, each number between **
     result: str  # name of the file
     pages: tuple[str, ...]
-    command: str  # that measures it again
+    command: str  # measures it again
     date: str  # YYYY-MM-DD
     machine: str
     commit: str

@@ -52,7 +52,7 @@ def _tables(result: dict[str, Any]) -> list[str]:
 
 
 def section(result: dict[str, Any], machine: str) -> list[str]:
-    """For docs/results.md."""
+    """Return the lines of a section of docs/results/speed.md."""
     return titled(
         "Packed weights on CPU, beside llama.cpp",
         "![TPOT by streams and context](packed.png)",

@@ -34,7 +34,7 @@ def _rows(result: dict[str, Any]) -> Iterator[list[object]]:
 
 
 def section(result: dict[str, Any], machine: str) -> list[str]:
-    """For docs/results.md."""
+    """Return the lines of a section of docs/results/speed.md."""
     settings = result["settings"]
     return titled(
         "Drafts from the past",

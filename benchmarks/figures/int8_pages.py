@@ -29,7 +29,7 @@ def draw(result: dict[str, Any], out: Path) -> None:
 
 
 def section(result: dict[str, Any], machine: str) -> list[str]:
-    """For docs/results.md."""
+    """Return the lines of a section of docs/results/speed.md."""
     settings, answers, sizes = result["settings"], result["answers"], result["bytes_per_token"]
     rows = [("a token behind", row["streams"], row["context"], row) for row in result["decoding"]]
     rows += [("a prompt", 1, row["tokens"], row) for row in result["prompts"]]

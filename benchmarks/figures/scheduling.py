@@ -13,6 +13,7 @@ COLORS = {"car": BLUE, "car-hidden": "#16a34a", "priority": "#dc2626", "fcfs": G
           "due-4": "#fbbf24", "due-16": "#b45309"}  # fmt: skip
 SAID = {"hbm": "in HBM", "new": "no history", "dram": "in DRAM", "disk": "on disk"}
 MEASURES = ("mean", "p50", "p95")
+SHOWN = ("due", "car", "car-hidden")  # the orders that a server has, in the tables of every setting
 Result = dict[str, Any]
 
 
@@ -49,7 +50,7 @@ def drawn(rows: list[Result]) -> Result:
 
 def simulated_section(result: Result, machine: str) -> list[str]:
     rows, workload = result["rows"], result["workload"]
-    arms = [arm for arm in rows[0]["ttft_ms"] if arm != "fcfs"]
+    arms = [arm for arm in rows[0]["ttft_ms"] if arm in SHOWN]
     settings = [f"{row['lengths']} | {row['new_tokens']} | {row['load_factor']:g} | {row['share']:.0%}" for row in rows]
     head = "lengths | first prompts | load / new tokens | rate"
     ratios = (
@@ -69,7 +70,8 @@ def simulated_section(result: Result, machine: str) -> list[str]:
         "the conversations; a load takes as long as the new tokens' computation, or six times as long. Rates are "
         f"shares of what `fcfs` works off in bursts. {result['rounds']} rounds of {workload['turns']} turns, each with "
         "arrivals that all orders share. `car` counts a load until it has ended (CaR §III-B-1), `car-hidden` no load "
-        "that delays no step, `priority` is the classes without a window. TTFT mean / p50 / p95 in units of `fcfs`:",
+        "that delays no step, `priority` is the classes without a window, `due-4` and `due-16` are `due` with such a "
+        "patience. TTFT mean / p50 / p95 in units of `fcfs`:",
         table(" | ".join((head, "fcfs, ms", *arms)), ratios),
         "Over these rows, and in how many the 95 % interval (bootstrap over rounds) leaves out 1:",
         _verdicts(rows),
@@ -90,7 +92,7 @@ def _costs(row: Result, arm: str) -> tuple[float, float, float]:
 
 
 def _verdicts(rows: list[Result]) -> list[str]:
-    """Between what each ratio lies over all rows, and in how many it is certainly a gain or a loss."""
+    """Return the range of each ratio over all rows, and in how many rows it is certainly a gain or a loss."""
     lines = []
     for name in rows[0]["ratios"]:
         said = []
@@ -133,7 +135,9 @@ def served_section(result: Result, machine: str) -> list[str]:
         table("KV | rate | order | TTFT mean / p50 / p95 | first turns | returning turns | E2E | longest TTFT | "
               "TPOT p50 | tokens/s", rows),
         table(f"KV | rate | `{DEFAULT}` over | TTFT mean / p50 / p95 | E2E | TPOT p50 | tokens/s", over),
-        held(result),
+        # The table above shows the missed ones: naming each would take as many lines as it has numbers.
+        f"{sum(result['held'].values())} of {len(result['held'])} aims are met: of each row mean, p50 and p95 of TTFT "
+        "at most 1, mean and p95 of E2E at most 1, TPOT at most 1.02, tokens/s at least 0.99.",
         machine,
     )  # fmt: skip
 

@@ -90,8 +90,8 @@ class Load:
         self._fleets, self._scripts, self._run = fleets, scripts, run
         self._begun = 0
         self.rows: list[Row] = []
-        self.turns = 0  # that the fleet with Redis has answered, or not
-        self.fault = "none"  # that is there, or was there last
+        self.turns = 0  # turns of the fleet with Redis, answered or not
+        self.fault = "none"  # the present fault, or the last one
         self.is_over = False
 
     async def client(self, number: int) -> None:

@@ -36,7 +36,7 @@ class Talk:
     messages: list[dict[str, str]] = field(default_factory=list)
     session_id: str = ""
     home: str = ""  # the replica that ended the last answer; "" on a server that is in no fleet
-    history_tokens: int = 0  # that earlier turns have run through the model
+    history_tokens: int = 0  # tokens that earlier turns have run through the model
 
     def say(self, content: str) -> None:
         self.messages.append({"role": "user", "content": content})

@@ -50,7 +50,7 @@ class CallLog:
         self._stacks: dict[str, list[str]] = {}  # landmark -> files on the stack when it was first entered
 
     def profile(self, frame: FrameType, event: str, argument: Any) -> None:
-        """For sys.setprofile."""
+        """Log a call, if calls are logged now. sys.setprofile calls this."""
         if self._switch[0] != ON or event != "call":
             return
         code = frame.f_code

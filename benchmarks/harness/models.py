@@ -10,7 +10,7 @@ NAMES = {"bundled": BUNDLED, "smollm2": SMOLLM2}
 
 
 def model_directory(text: str) -> Path:
-    """For argparse. Raises argparse.ArgumentTypeError."""
+    """Return the directory of a model, by its path or short name. Raises argparse.ArgumentTypeError."""
     directory = NAMES.get(text, Path(text))
     if not is_there(directory):
         how = "`make model` brings it" if directory == SMOLLM2 else f"bundled, smollm2, or a directory: {directory}"

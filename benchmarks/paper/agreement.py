@@ -35,7 +35,8 @@ from benchmarks.harness.tables import show_rows
 from reprise.cache.blocks.keys import BLOCK_TOKENS
 from reprise.loadgen.measure import load_run, summary
 from reprise.loadgen.measure.sender import TurnResult
-from reprise.loadgen.virtual.simulation import Simulation, VirtualServer
+from reprise.loadgen.virtual.simulation import Simulation
+from reprise.loadgen.virtual.virtual_server import VirtualServer
 from reprise.loadgen.workloads.synthetic import Distribution
 from reprise.loadgen.workloads.workload import Conversation, Turn
 

@@ -111,7 +111,7 @@ def show(console: Console, result: dict[str, Any]) -> None:
 
 
 def unknowns(text: str) -> list[str]:
-    """For argparse. Raises argparse.ArgumentTypeError."""
+    """Return the names of the unknowns in a list with commas. Raises argparse.ArgumentTypeError."""
     if not set(text.split(",")) <= STEPS.keys():
         raise ArgumentTypeError(f"what may change is some of {', '.join(STEPS)}")
     return text.split(",")

@@ -146,7 +146,7 @@ def show(console: Console, result: Any) -> None:
 
 
 def section(result: dict[str, Any]) -> list[str]:
-    """For docs/paper_figures.md."""
+    """Return the lines of a section of docs/paper_figures.md."""
     from benchmarks.figures.panels import table  # loads matplotlib
     from benchmarks.paper import plots
 

@@ -39,7 +39,8 @@ from benchmarks.harness.tables import show_rows
 from benchmarks.scheduling.workloads import BLOCK, DEFAULT, Classes, Lengths, Recorded, equal, lognormal
 from reprise.cache.stats import ResidencyValue
 from reprise.loadgen.percentile import percentile
-from reprise.loadgen.virtual.simulation import Simulation, VirtualServer
+from reprise.loadgen.virtual.simulation import Simulation
+from reprise.loadgen.virtual.virtual_server import VirtualServer
 from reprise.loadgen.workloads.workload import Conversation
 from reprise.scheduler.make_policy import POLICIES
 

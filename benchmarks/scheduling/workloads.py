@@ -109,14 +109,14 @@ class Poisson:
 class Classes:
     """New conversations among returning ones whose KV is in HBM, in DRAM and on disk: all of CaR's classes at once."""
 
-    conversations: int = 24  # that were begun before
+    conversations: int = 24  # conversations begun before
     first_tokens: int = 1000
     turn_tokens: int = 150
     answer_tokens: int = 8
     turns_each: int = 3  # mean; twice as many at most
     in_hbm: int = 5  # conversations of the mean length
     in_dram: int = 3
-    turns: int = 100  # that count
+    turns: int = 100  # turns that count
     new_share: float = 0.2  # share of these turns that begin a conversation
     new_tokens: int = 1000  # their prompts
     lengths: Lengths = equal  # how long messages and answers that count are

@@ -92,7 +92,7 @@ class Texts:
         )
 
     def _sentences(self, rng: random.Random, book: str) -> list[str]:
-        """So many that they have about the tokens of an answer."""
+        """Return sentences of a book that have about the tokens of an answer together."""
         chars = 4 * self._tokens
         start = rng.randrange(len(book) // 10, len(book) - 2 * chars)
         sentences = re.split(r"(?<=[.!?])\s+", book[start : start + chars].replace("\n", " "))

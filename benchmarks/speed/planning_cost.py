@@ -34,7 +34,8 @@ from reprise.cache.policies.lookahead import LookaheadPolicy
 from reprise.cache.returns.return_times import ReturnTimes
 from reprise.engine.process.collector import Collector
 from reprise.loadgen.measure.summary import distribution
-from reprise.loadgen.virtual.simulation import Simulation, VirtualServer
+from reprise.loadgen.virtual.simulation import Simulation
+from reprise.loadgen.virtual.virtual_server import VirtualServer
 from reprise.loadgen.workloads.workload import Conversation, Turn
 
 POLICY = "due"

@@ -85,7 +85,7 @@ class Spent:
     arm: str
     start: int  # number of a process's start
     round: int
-    tokens: int  # that went through the model
+    tokens: int  # tokens that went through the model
     cached_tokens: int
     ms: dict[str, float]
 
@@ -103,7 +103,7 @@ def request_of(rng: random.Random, vocabulary: int, number: int) -> Request:
 def serve_all(model: str, arms: Mapping[str, InProcess], request: Request, start: int, round_: int) -> list[Spent]:
     """Serve the same request on all engines, step by step, in an order that changes with every step."""
     ms: dict[str, dict[str, float]] = {arm: dict.fromkeys(STAGES, 0.0) for arm in arms}
-    first = round_ % len(arms)  # who comes first finds the caches of the processor cold
+    first = round_ % len(arms)  # the first arm finds the caches of the processor cold
     order = [*arms][first:] + [*arms][:first]
 
     def timed(arm: str, stage: str, work: Callable[[], object]) -> None:

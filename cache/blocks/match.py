@@ -56,4 +56,4 @@ class RememberedMatch:
     rates_version: int | None  # None: there was nothing to choose, so rates do not matter
     found: Match  # everything that is stored
     chosen: Match  # the part of `found` that is in HBM or worth loading
-    is_rest_cheaper_to_compute: bool  # than to load
+    is_rest_cheaper_to_compute: bool  # cheaper than loading it

@@ -53,7 +53,7 @@ class Announced:
             self.remove(name)
 
     def next(self) -> SessionName | None:
-        """Return the session to fetch for, that of the tenant with the fewest first; None if all are served."""
+        """Return the session to fetch for next, of the tenant that has announced the fewest; None if all are served."""
         counts = self._per_tenant() if self._unserved else {}
         return min(self._unserved, key=lambda one: counts[one[0]], default=None)
 

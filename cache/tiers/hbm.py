@@ -148,7 +148,7 @@ class HbmPool:
         ]
         for page in (*held, *sources):
             self.pages.pin(page)
-        run = max(pages_needed, self.num_pages(num_tokens))  # so that pages of later steps lie after it
+        run = max(pages_needed, self.num_pages(num_tokens))  # room after it for pages of later steps
         if parked is not None:
             run = pages_needed
         if not held and pages_needed - num_parked <= self.pages.num_free + self.pages.num_cached:

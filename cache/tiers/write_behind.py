@@ -164,7 +164,7 @@ class WriteBehind:
         if not self._disk.reserve(size):
             self._stats.refused["disk"] += len(rows)
             self._refused_until(now + _RETRY_S)
-            self._dirty.changes += 1  # so that it is tried again then, even if nothing changes
+            self._dirty.changes += 1  # a change, so that it is tried again then
             return
         tier = self._dram.slots_for(is_coded=from_coded)
         slots = [row.copies[tier.name] for row in rows]
@@ -184,7 +184,7 @@ class WriteBehind:
         write = self._writes.pop(job)
         for key in refused:
             if (row := self._table.get(key)) is not None:
-                row.kept_raw = True  # so it is written as it is, with the next extent
+                row.kept_raw = True  # written as it is, with the next extent
         self._writing.discard(write.session)
         self._disk.give_back(write.size_bytes)
         if extent is None and refused:

@@ -60,7 +60,7 @@ class Events:
 
     def take(self) -> list[Event]:
         """Return the events since the last call. Raises RuntimeError if a thread has failed."""
-        with self.changed:  # so that the bell rings if and only if there is news
+        with self.changed:  # the bell rings if and only if there is news
             self.check()
             self._silence()
             self.has_news = False  # before they are taken: one that comes meanwhile sets it again

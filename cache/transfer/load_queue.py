@@ -23,7 +23,7 @@ class LoadJob:
     started: bool  # its request runs or has given its pages back, so layers beyond the read buffer may come
     parts: list["LoadPart"] = field(default_factory=list)
     failed: dict[BlockKey, str] = field(default_factory=dict)  # blocks that failed; no more layers come then
-    is_abandoned: bool = False  # so its end does not wait for the end of a read
+    is_abandoned: bool = False  # given up: its end does not wait for a read
     whole: set[BlockKey] = field(default_factory=set)  # blocks whose layers are all in place
     left: int = 0  # number of parts that have not ended
 

@@ -130,7 +130,7 @@ class WriteStream:
             if sessions := [order.session for order in orders if order.session is not None]:
                 self._disk.delete_sessions(*sessions)
         except TierFailed as error:
-            if len(orders) > 1:  # so that one failure does not fail the others
+            if len(orders) > 1:  # one by one: one failure does not fail the others
                 for order in orders:
                     self._delete([order])
                 return

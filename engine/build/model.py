@@ -73,7 +73,7 @@ class LoadedModel:
     free_bytes: int  # free memory before the weights, which are a mapped file first and copies later
     link: Throttle  # cap of the link from DRAM to HBM
     offloaded: OffloadedWeights | None = None  # None: all weights are where they are computed with
-    rank: int = 0  # which part of the model this is
+    rank: int = 0  # part of the model that this process holds
     num_ranks: int = 1
 
     @property

@@ -235,8 +235,8 @@ def pages_quality(subject: Subject, texts: Sequence[Tensor], page_format: PageFo
 
 
 def compared(raw: Tensor, coded: Tensor, token_ids: Tensor, refused: float) -> Quality:
-    """Compare two results of `score` for the same tokens: after an unchanged history (`raw`) and after a history that a
-    codec changed (`coded`)."""
+    """Return how much a codec changes what the model says of `token_ids`. raw, coded: what `score` returns for them,
+    after the unchanged history and after the one that the codec changed. refused: share of blocks that it refused."""
     wanted = token_ids[1:]
     return Quality(
         divergence=(raw.exp() * (raw - coded)).sum(-1).cpu(),

@@ -11,7 +11,7 @@ from enum import StrEnum
 
 
 class Service(StrEnum):
-    """Tells how a type is served."""
+    """Tells whether and how a type of models is served."""
 
     PLAIN = "plain"
     """Served as the language model that it is."""

@@ -24,7 +24,7 @@ class Attended:
 
 @dataclass(frozen=True, slots=True)
 class ShapeRun:
-    """The calls of a text. error: what ended the run early, None if it came to its end."""
+    """The modules and attention that a short text calls. error: what ended the run early; None: nothing did."""
 
     called: set[nn.Module]
     attended: list[Attended]

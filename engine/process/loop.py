@@ -116,8 +116,8 @@ class StepEngine(Protocol):
         ...
 
     def progress(self, now: float) -> list[Output]:
-        """Return outputs that tell how far the prompts are read whose clients want to know. Called in every turn of the
-        loop, and returns something ten times a second at most."""
+        """Return outputs for clients that want to know how far their prompts are read, ten times a second at most.
+        Called in every turn of the loop."""
         ...
 
     def is_fatal(self, error: Exception) -> bool:

@@ -87,7 +87,7 @@ class JoinedEvents:
         answers[rank] = answer
         if isinstance(answer, Written) and rank == 0:
             move = self._writes.pop(number)
-            if answer.extent is None:  # then no other rank is asked
+            if answer.extent is None:  # no other rank is asked
                 del self._answers[key]
                 return [answer]
             self.for_others.append(replace(move, extent_id=answer.extent.extent_id))

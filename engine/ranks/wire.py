@@ -110,7 +110,7 @@ class SaveRows(msgspec.Struct, frozen=True, tag="save_rows"):
 
 
 class Close(msgspec.Struct, frozen=True, tag="close"):
-    """Finish the work that was sent before, and end."""
+    """The order to finish the work that was sent before, and to end."""
 
     timeout_s: float
 
@@ -121,7 +121,7 @@ ToRank = MakeTiers | CarryOut | RunStep | SaveRows | Close
 
 
 class RankRefused(msgspec.Struct, frozen=True, tag="refused"):
-    """This rank cannot be built. The message is for people."""
+    """Reports that a rank cannot be built. The message is for people."""
 
     message: str
 

@@ -149,7 +149,7 @@ class GrammarCompiler:
             _refused_token(follower := matcher.deep_copy())
         if not follower.is_stopped():
             follower.compute_logit_bias()
-        if follower.is_error():  # so early that the answer would begin all the same, and then fail
+        if follower.is_error():  # an early end: the answer would begin all the same, and then fail
             raise BadGrammar("it would be too costly to follow")
         return Constraint(matcher, self._tokenizer.vocab_size)
 

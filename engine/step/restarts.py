@@ -59,7 +59,8 @@ class Restarts:
         return void
 
     def contradicted(self, computed: Computed) -> None:
-        """Recompute a sample of the loaded KV. Choices whose KV was wrong start anew and draw nothing."""
+        """Compare a sample of the loaded KV with a recompute. Choices whose KV was wrong start anew, without a token in
+        this step."""
         if self.verifier is None:
             return
         contradicted = set()

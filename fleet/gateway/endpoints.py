@@ -101,8 +101,8 @@ class Endpoints:
         return _json({"object": "list", "data": list(models.values()), **others})
 
     async def sessions(self, request: Request) -> Response:
-        """This key's sessions in all caches of the fleet. A session that several replicas have is shown as the replica
-        that used it last has it."""
+        """List this key's sessions in all caches of the fleet. A session that several replicas have is shown as the
+        replica that used it last has it."""
         given = request.query_params.get("limit", "")
         limit = min(int(given), MAX_LISTED) if given.isdecimal() and len(given) < 9 else LISTED
         answers = await self._passing.ask_all(request, [[name] for name in self._members.view.names])

@@ -110,7 +110,7 @@ class Metrics:
         held_bytes: Callable[[], int],
         replicas: Callable[[], dict[str, int]],
     ) -> None:
-        """Also report what these functions return whenever the metrics are read: the state of the connection to Redis
+        """Report, too, what these functions return whenever the metrics are read: the state of the connection to Redis
         and its failed calls, the bytes kept for requests under way, and the number of replicas in each state."""
         held = Gauge("reprise_gateway_held_bytes", "Kept for requests under way.", registry=self._registry)
         held.set_function(held_bytes)

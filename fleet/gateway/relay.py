@@ -304,7 +304,7 @@ class Relay:
     def _with_route(self, data: bytes) -> bytes:
         """Add the route (which replica has answered, and why that one) to the answer's `x_cache`, if it has that
         field."""
-        if _X_CACHE not in data or self._turn.path == "/v1/responses":  # which repeats objects of the client's
+        if _X_CACHE not in data or self._turn.path == "/v1/responses":  # its answers repeat objects of the client's
             return data
         route = self._route
         assert route is not None

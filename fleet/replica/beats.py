@@ -134,7 +134,7 @@ class Beats:
         return heard
 
     async def _follow_up(self, heard: Heard) -> None:
-        with contextlib.suppress(DirectoryUnavailable):  # then after the next beat
+        with contextlib.suppress(DirectoryUnavailable):  # tried again after the next beat
             await self._follow(heard)
 
     async def _follow(self, heard: Heard) -> None:

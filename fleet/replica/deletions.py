@@ -67,8 +67,7 @@ class Deletions:
             await asyncio.to_thread(_write, self._path, self.since)
 
     async def publish_again(self) -> None:
-        """After a flush (the directory lost its data), tell the directory again what was deleted. Raises
-        DirectoryUnavailable."""
+        """Tell the directory again what was deleted, after it has lost its data. Raises DirectoryUnavailable."""
         await self._directory.remember(list(self._remembered.values()))
 
     async def _delete(self, deletions: Sequence[Forgotten]) -> None:

@@ -218,5 +218,5 @@ class Replica:
         return overview(self._members, self.directory, self._clock(), limit=limit)
 
     async def _tell_spending(self) -> None:
-        with contextlib.suppress(DirectoryUnavailable):  # then with the next beat
+        with contextlib.suppress(DirectoryUnavailable):  # tried again with the next beat
             await self._spending.tell()

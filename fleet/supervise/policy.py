@@ -17,8 +17,8 @@ class Sample(Protocol):
 class Context(Protocol):
     """The part used here of the context that Serve gives a policy: see `ray.serve.config.AutoscalingContext`."""
 
-    current_num_replicas: int  # that run
-    target_num_replicas: int  # that should
+    current_num_replicas: int  # replicas that run
+    target_num_replicas: int  # replicas that should run
     capacity_adjusted_min_replicas: int
     capacity_adjusted_max_replicas: int
     raw_metrics: Mapping[str, Mapping[Any, Sequence[Sample]]] | None  # name -> replica -> what it has recorded

@@ -132,9 +132,9 @@ def hit_rate(
     first: int = 0,
     codec: CodedKV = RAW,
 ) -> HitRate:
-    """Measure one policy. policy: a key of `POLICIES`, "default" for the server's own, or one of `CEILINGS`, which are
-    upper bounds. Requests before number `first` warm up and are not counted. capacity_tokens: size of the tier, as the
-    tokens of uncompressed KV that fit into it. Raises KeyError for an unknown policy."""
+    """Return what one policy hits of a trace. policy: a key of `POLICIES`, "default" for the server's own, or one of
+    `CEILINGS`, which are upper bounds. Requests before number `first` warm up and are not counted. capacity_tokens:
+    size of the tier, as the tokens of uncompressed KV that fit into it. Raises KeyError for an unknown policy."""
     hits = hit_blocks(requests, policy, capacity_tokens, codec=codec)
     bounded = capacity_tokens is not None and policy != "unbounded"
     counted = requests[first:]

@@ -75,7 +75,7 @@ class Cheapest(Router):
 
 
 class FourLooks(Router):
-    """A Router that compares four replicas, drawn at random, with a session's home, not two."""
+    """A Router that compares a session's home with four replicas drawn at random, instead of two."""
 
     looks = 4
 

@@ -29,7 +29,8 @@ class FleetResult:
 
 
 def summarize(fleets: Sequence[FleetSimulation], *, from_s: float, to_s: float) -> FleetResult:
-    """Take the turns of all fleets together. Raises ValueError if none arrived within the span."""
+    """Return the figures of the turns of all fleets together that arrived from `from_s` to `to_s`, in seconds since the
+    start. Raises ValueError if none did."""
     found = [(record, fleet.ttft_s(record)) for fleet in fleets for record in _within(fleet, from_s, to_s)]
     if not found:
         raise ValueError(f"no turn arrived between {from_s:g} and {to_s:g} s")

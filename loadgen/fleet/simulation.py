@@ -149,7 +149,7 @@ class FleetSimulation:
                 policy.set_redis_rate(config.redis_bytes_per_s / config.gateways, 0.0)
         for _ in range(config.replicas):
             self._add_replica(None)
-        for conversation in sorted(conversations, key=lambda one: -one.start_s):  # who comes next was used last
+        for conversation in sorted(conversations, key=lambda one: -one.start_s):  # the next to come was used last
             session = LiveSession(conversation, context=self.histories.get(conversation.session_id, 0))
             if session.context:
                 self._settle(session)

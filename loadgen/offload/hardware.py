@@ -62,7 +62,7 @@ class Host:
         return num_bytes / self.link_bytes_per_s
 
     def kv_gen_s(self, model: OffloadedModel, tokens: float) -> float:
-        """Return the seconds to compute keys and values from activations."""
+        """Return the seconds to compute one layer's keys and values of `tokens` tokens from their activations."""
         compute_s = tokens * 2 * model.hidden * 2 * model.kv_width / self.flops
         return max(compute_s, tokens * (model.act_bytes + model.kv_bytes) / self.hbm_bytes_per_s)
 

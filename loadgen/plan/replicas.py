@@ -46,7 +46,7 @@ class FleetRow:
 class FleetPlan:
     workload: str
     model: str
-    sessions_per_s: float  # that a replica finishes whose batch is always full
+    sessions_per_s: float  # what a replica finishes whose batch is always full
     ttft_target_s: float  # target of the p95
     rows: tuple[FleetRow, ...]  # by ascending number of replicas
 

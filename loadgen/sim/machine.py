@@ -103,7 +103,7 @@ class Config:
     load_ahead: int = 1  # requests whose load may begin while others run: the HBM read buffer
     # whether turns start while others ahead of them still load, as on the server; the papers do not say
     starts_past_loads: bool = False
-    recompute_if_faster: bool = False  # than to load what is kept; the server does so, the paper does not say
+    recompute_if_faster: bool = False  # faster than loading what is kept; the server does so, the paper does not say
     chunk_tokens: int = (
         0  # size of prefill chunks that run beside decodes; 0: prefills are not chunked, and decodes wait
     )

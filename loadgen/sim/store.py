@@ -47,7 +47,7 @@ class _Context:
 
 
 class Tier:
-    """One tier: its granules and their sizes."""
+    """One simulated tier. It knows which granules (parts of sessions, see this module) lie in it, and their bytes."""
 
     def __init__(self, name: str, capacity: float, policy: EvictionPolicy, *, kv: float, codec: CodedKV) -> None:
         """Begin empty. kv: bytes of a raw token."""

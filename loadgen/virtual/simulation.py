@@ -1,111 +1,28 @@
 """Simulates the server without a model, a clock or bytes: the real scheduler and cache manager, with tiers and steps
-that only take time. A seed decides everything, so a run that breaks an invariant is replayed by its seed.
-
-    python -m reprise.loadgen.virtual.simulation --seeds 10000           random small servers,
-                                                               invariants checked in every step
-    python -m reprise.loadgen.virtual.simulation --first 1234 --seeds 1  one of them again
+that only take time. `random_servers` plays it with many seeds.
 """
 
-import argparse
 import heapq
 import math
 import random
-import sys
-import time
-from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
-from reprise.cache.blocks.keys import BLOCK_TOKENS, KeyDomain
+from reprise.cache.blocks.keys import BLOCK_TOKENS
 from reprise.cache.blocks.truncate import CutRules, reserved
-from reprise.cache.manager import CacheManager
-from reprise.cache.options import CacheOptions, Truncation
-from reprise.cache.policies import POLICIES
-from reprise.cache.policies.keep import BLOCK_SCORERS
-from reprise.cache.rates import Rates
 from reprise.cache.stats import ResidencyValue
-from reprise.cache.tiers.dram import split_dram
 from reprise.loadgen.virtual.greedy import greedy
-from reprise.loadgen.virtual.virtual_tiers import DIRECTIONS, VirtualSpeeds, VirtualTiers
-from reprise.loadgen.workloads.workload import Conversation, ConversationShape, poisson
-from reprise.scheduler.budgets.budget import StepCost, StepWork
+from reprise.loadgen.virtual.virtual_server import VirtualServer, make_cache, make_rates, make_scheduler, make_tiers
+from reprise.loadgen.workloads.workload import Conversation
+from reprise.scheduler.budgets.budget import StepWork
 from reprise.scheduler.car.window import ShuffledWindow
-from reprise.scheduler.limits import SchedulerLimits
-from reprise.scheduler.make_policy import POLICIES as SCHEDULER_POLICIES
 from reprise.scheduler.make_policy import make_policy
-from reprise.scheduler.policy import Policy
 from reprise.scheduler.predictor import LengthPredictor, MaxTokensPredictor, QuantilePredictor
-from reprise.scheduler.scheduler import Scheduler
 from reprise.scheduler.sequence import Chunk, Sequence, SequenceState
 
 _NO_CUTS = CutRules(allowed=False, keep_first=0, message_starts=(), important=())
 _MOST_STEPS = 100_000
-
-
-@dataclass(frozen=True, slots=True)
-class VirtualServer:
-    """A description of a server: sizes, settings and the costs of its steps and links."""
-
-    hbm_blocks: int
-    dram_blocks: int
-    disk_blocks: int
-    policy: str
-    window: int  # places, of `car`
-    max_seqs: int
-    patience: float = 8.0  # seconds of waiting for a second of work, with the policy `due`
-    target_s: float | None = None  # every turn wants its first token within so many seconds
-    step_tokens: int = 512
-    lone_step_tokens: int = 2048
-    itl_target_s: float | None = 0.0  # None: what serves all of them best
-    least_chunk_tokens: int = 32
-    chunked_prefill: bool = True
-    prefer_contiguous: bool = False  # pages in a row, as the server has them on CPU: it moves who leaves HBM
-    oracle: bool = False  # answers are as long as they may be, and the scheduler knows
-    cache_policy: str = "lookahead"
-    high_water: float = 1.0
-    low_water: float = 0.85
-    scores: bool = False  # CaR's
-    bytes_per_token: int = 1024
-    num_layers: int = 12
-    fixed_s: float = 0.005
-    chunk_fixed_s: float = 0.0  # added to every step with tokens of prompts: products of many rows begin dearer
-    s_per_token: float = 0.0004
-    s_per_row: float = 0.0005
-    s_per_kilo_pair: float = 0.0001
-    s_per_kilo_read: float = 0.0001
-    misjudged: float = 1.0  # the scheduler's first guess of these five, over the truth
-    dram_bytes_per_s: float = 20e6
-    disk_bytes_per_s: float = 5e6
-    redis_blocks: int = 0  # 0: no Redis
-    redis_bytes_per_s: float = 2e6
-    coded_share: float = 0.0  # share of its bytes that a coded block takes; 0: nothing is coded
-    decoded_bytes_per_s: float = 10e6  # bytes of rows that come out of the codec
-    encoded_bytes_per_s: float = 4e6  # bytes of rows that go into it
-    load_fixed_s: float = 0.0  # time of every load and fetch beside that of its bytes
-    failures: float = 0.0  # share of transfers that fail
-    cancels: float = 0.0  # share of steps before which a client goes away
-    block_scorer: str = ""  # what a full window drops first; empty: the conversation ends there
-    recall: bool = False  # bring back what was dropped where a prompt is about it
-
-    @property
-    def block_bytes(self) -> int:
-        return BLOCK_TOKENS * self.bytes_per_token
-
-    @property
-    def coded_block_bytes(self) -> int:
-        """Bytes of a block that the codec has compressed; 0: there is no codec."""
-        return int(self.coded_share * self.block_bytes)
-
-    def step_cost(self, *, misjudged: float) -> StepCost:
-        """Return the cost of steps as the scheduler is to believe it. misjudged: factor on the true cost."""
-        return StepCost(
-            fixed_s=misjudged * self.fixed_s,
-            s_per_token=misjudged * self.s_per_token,
-            s_per_row=misjudged * self.s_per_row,
-            s_per_kilo_pair=misjudged * self.s_per_kilo_pair,
-            s_per_kilo_read=misjudged * self.s_per_kilo_read,
-        )
 
 
 @dataclass(slots=True)
@@ -152,9 +69,9 @@ class Simulation:
         self.steps = 0
         self._rng = rng
         self._trace = blake2b(digest_size=8)
-        self.tiers = _make_tiers(machine, rng)
-        self._rates = _make_rates(machine, self.tiers)
-        self.cache = _make_cache(machine, self._rates, arrived=lambda job_id: self.tiers.arrived(job_id, self.now))
+        self.tiers = make_tiers(machine, rng)
+        self._rates = make_rates(machine, self.tiers)
+        self.cache = make_cache(machine, self._rates, arrived=lambda job_id: self.tiers.arrived(job_id, self.now))
         predictor: LengthPredictor = MaxTokensPredictor() if machine.oracle else QuantilePredictor(quantile=0.5)
         policy = make_policy(
             machine.policy,
@@ -166,7 +83,7 @@ class Simulation:
         )
         self._queue = policy.queue
         self._truth = machine.step_cost(misjudged=1.0)
-        self.scheduler = _make_scheduler(machine, self.cache, policy, predictor)
+        self.scheduler = make_scheduler(machine, self.cache, policy, predictor)
         self._arrivals: list[tuple[float, int, _Live]] = []  # a heap
         self._pushed = 0
         self._live: dict[str, tuple[Sequence, _Live]] = {}
@@ -347,7 +264,7 @@ class Simulation:
     def _hear(self) -> None:
         for event in self.tiers.take_events(self.now):
             self.cache.on_event(event, self.now)
-        self.cache.sessions.take_heads()  # that nobody is told of
+        self.cache.sessions.take_heads()  # they are for a fleet, and here is none
 
     def _wait(self, preempted: bool) -> None:
         """Advance the clock to the next event, because nothing can run."""
@@ -393,153 +310,3 @@ class Simulation:
             self._check(len(inside) <= size, "the window is too full")
             self._check(all(count < size for count in inside.values()), "somebody was overtaken too often")
         self._check(all(name in self._live for name in started), "somebody started who is not there")
-
-
-def _make_tiers(machine: VirtualServer, rng: random.Random) -> VirtualTiers:
-    return VirtualTiers(
-        num_layers=machine.num_layers,
-        bytes_per_token=machine.bytes_per_token,
-        coded_block_bytes=machine.coded_block_bytes,
-        redis_blocks=machine.redis_blocks,
-        speeds=VirtualSpeeds(
-            dram_bytes_per_s=machine.dram_bytes_per_s,
-            disk_bytes_per_s=machine.disk_bytes_per_s,
-            redis_bytes_per_s=machine.redis_bytes_per_s,
-            decoded_bytes_per_s=machine.decoded_bytes_per_s,
-            encoded_bytes_per_s=machine.encoded_bytes_per_s,
-            load_fixed_s=machine.load_fixed_s,
-        ),
-        failures=machine.failures,
-        rng=rng,
-    )
-
-
-def _make_rates(machine: VirtualServer, tiers: VirtualTiers) -> Rates:
-    return Rates(
-        num_layers=machine.num_layers,
-        step_fixed_s=machine.fixed_s,
-        prefill_s_per_token=machine.s_per_token,
-        transfer_fixed_s=machine.load_fixed_s,
-        bytes_per_s={name: tiers.speed(name) for name in DIRECTIONS},
-    )
-
-
-def _make_cache(machine: VirtualServer, rates: Rates, *, arrived: Callable[[int], float]) -> CacheManager:
-    """Make the cache manager of a machine. arrived: see CacheManager."""
-    dram_bytes = machine.dram_blocks * machine.block_bytes
-    dram_slots, coded_slots = split_dram(dram_bytes, machine.block_bytes, machine.coded_block_bytes)
-    return CacheManager(
-        options=CacheOptions(
-            num_pages=machine.hbm_blocks,
-            page_size=BLOCK_TOKENS,
-            bytes_per_token=machine.bytes_per_token,
-            hbm_bytes_per_token=None,
-            most_pages=0,
-            prefer_contiguous=machine.prefer_contiguous,
-            num_slots=dram_slots + machine.dram_blocks // 4,
-            dram_slots=dram_slots,
-            coded_block_bytes=machine.coded_block_bytes,
-            coded_slots=coded_slots,
-            disk_bytes=machine.disk_blocks * machine.block_bytes,
-            redis_bytes=machine.redis_blocks * machine.block_bytes,
-            head_key=b"virtual" if machine.redis_blocks else b"",
-            hbm_high_water=machine.high_water,
-            hbm_low_water=machine.low_water,
-            dram_free_buffer=0.1,
-            reuse=True,
-            only_as_computed=False,
-            truncation=Truncation(
-                machine.hbm_blocks * BLOCK_TOKENS, 0.5, "decoupled", machine.block_scorer or "oldest", machine.recall
-            ),
-            session_ttl_s=1e9,
-            max_sessions=1_000_000,
-            unix_offset_s=0.0,
-        ),
-        policy=POLICIES[machine.cache_policy],
-        domain_of=lambda tenant, salt: KeyDomain(secret=b"", fingerprint=b"", tenant=tenant, salt=salt),
-        rates=rates,
-        arrived=arrived,
-        progress=lambda job_id: None,  # its disks never stutter
-    )
-
-
-def _make_scheduler(
-    machine: VirtualServer, cache: CacheManager, policy: Policy, predictor: LengthPredictor
-) -> Scheduler:
-    return Scheduler(
-        cache=cache.view,
-        policy=policy,
-        predictor=predictor,
-        cost=machine.step_cost(misjudged=machine.misjudged),
-        limits=SchedulerLimits(
-            max_seqs=machine.max_seqs,
-            max_queued=1_000_000,
-            step_tokens=machine.step_tokens,
-            lone_step_tokens=machine.lone_step_tokens,
-            itl_target_s=machine.itl_target_s,
-            least_chunk_tokens=machine.least_chunk_tokens,
-            chunked_prefill=machine.chunked_prefill,
-        ),
-    )
-
-
-def random_case(seed: int) -> Simulation:
-    """Return a simulation of a small server under some load, all of it drawn from the seed."""
-    rng = random.Random(seed)
-    machine = VirtualServer(
-        hbm_blocks=rng.randint(8, 40),
-        dram_blocks=rng.choice([0, 6, 20, 60]),
-        disk_blocks=rng.choice([0, 0, 40, 400]),
-        policy=rng.choice(["due", "due", *SCHEDULER_POLICIES]),
-        window=rng.randint(1, 6),
-        max_seqs=rng.choice([1, 1, 2, 3, 5]),
-        step_tokens=rng.choice([16, 64, 256]),
-        lone_step_tokens=rng.choice([64, 256, 512]),
-        itl_target_s=rng.choice([0.0, 0.02, 0.1, None, None]),
-        chunked_prefill=rng.random() < 0.8,
-        oracle=rng.random() < 0.3,
-        cache_policy=rng.choice(["lookahead", "lookahead", "lru"]),
-        high_water=rng.choice([0.5, 0.9, 1.0]),
-        scores=rng.random() < 0.5,
-        low_water=0.5,
-        s_per_token=rng.choice([0.0001, 0.01, 0.1]),
-        dram_bytes_per_s=rng.choice([1e5, 1e6, 1e7]),
-        disk_bytes_per_s=rng.choice([5e4, 1e6]),
-        failures=rng.choice([0.0, 0.1, 0.3]),
-        cancels=rng.choice([0.0, 0.0, 0.02]),
-        prefer_contiguous=rng.random() < 0.5,
-        redis_blocks=random.Random(f"redis {seed}").choice([0, 0, 40, 400]),
-        coded_share=random.Random(f"coded {seed}").choice([0.0, 0.0, 0.25]),
-        block_scorer=random.Random(f"cuts {seed}").choice(["", "", *BLOCK_SCORERS]),
-        recall=random.Random(f"recall {seed}").random() < 0.5,
-    )
-    shape = ConversationShape(
-        turns=4, prompt_tokens=40, answer_tokens=8, think_s=rng.choice([0.0, 0.1, 1.0]), spread=0.7
-    )
-    conversations = poisson(
-        rng=rng, count=rng.randint(1, 7), rate_per_s=rng.choice([1.0, 10.0, 1000.0]), shape=shape, tenants=("a", "b")
-    )
-    return Simulation(machine=machine, conversations=conversations, rng=rng)
-
-
-def main(arguments: Items[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--first", type=int, default=0, help="the first seed")
-    parser.add_argument("--seeds", type=int, default=10_000, help="how many")
-    options = parser.parse_args(arguments)
-    began_s, steps, broken = time.monotonic(), 0, 0
-    for seed in range(options.first, options.first + options.seeds):
-        case = random_case(seed)
-        try:
-            case.run()
-        except (BrokenInvariant, AssertionError, KeyError, IndexError, ValueError) as error:
-            broken += 1
-            print(f"seed {seed}: {type(error).__name__}: {error}", file=sys.stderr)
-        steps += case.steps
-    seconds = time.monotonic() - began_s
-    print(f"{options.seeds} seeds, {steps} steps, {broken} broken, {seconds:.0f} s")
-    return 1 if broken else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -89,14 +89,14 @@ class DueQueue:
         return next((sequence for sequence in self._shares.upcoming().members if sequence not in skipped), None)
 
     def may_be_passed(self, sequence: Sequence, now: float) -> bool:
-        """Return whether the request is not due yet."""
+        """Return whether later arrivals may start first, which they may until the request is due."""
         return now < self._looks[sequence].due_s
 
     def upcoming(self) -> Line[Sequence]:
         return self._shares.upcoming()
 
     def explain(self, sequence: Sequence, now: float) -> dict[str, float]:
-        """Return in how many seconds the request is due; below 0, if it has been due."""
+        """Return the seconds until the request is due; below 0 once that time has passed."""
         return {"due_in_s": self._looks[sequence].due_s - now}
 
     def _look_again(self, sequence: Sequence, now: float) -> None:

@@ -101,7 +101,7 @@ def check_events(text: str, schema: dict[str, Any], document: dict[str, Any]) ->
 
 
 def events_of(text: str) -> list[Any]:
-    """Also of streams whose events have names."""
+    """Return the data of a stream's events, also where events have names."""
     lines = [line for line in text.split("\n") if line.startswith("data: ")]
     return events("\n\n".join(lines))
 

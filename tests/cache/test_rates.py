@@ -183,7 +183,7 @@ def test_a_late_load_tells_of_its_device_whatever_it_is_read_for():
     rates.late("disk_to_hbm", MB, 5.0)
     assert rates.load_s("disk_to_dram", MB) > 4.0
     assert rates.load_s("dram_to_hbm", MB) == before
-    rates.late("disk_to_hbm", MB, 0.001)  # that it failed soon does not make it fast
+    rates.late("disk_to_hbm", MB, 0.001)  # failing soon does not make it fast
     assert rates.load_s("disk_to_hbm", MB) > 4.0
 
 

@@ -221,7 +221,7 @@ def adopt(request_id: str, session_id: str, *, head: bytes = b"head") -> Adopt:
 
 
 class LostDevice(Exception):
-    """After which nothing works."""
+    """A fault of the device after which nothing works."""
 
 
 class ScriptedEngine:
@@ -230,7 +230,7 @@ class ScriptedEngine:
         self.idle_calls = 0
         self.closed = False
         self.polls_to_delete = 3  # a `delete` is answered by the poll after as many
-        self.heads: list[Head] = []  # that the next call of `take_heads` returns
+        self.heads: list[Head] = []  # returned by the next call of `take_heads`
         self._deleting: list[SessionRequest] = []
         self._closing = closing
         self._step_s = step_s

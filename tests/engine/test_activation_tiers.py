@@ -45,7 +45,7 @@ def make(path: Path, tmp_path: Path) -> Iterator[Make]:
         tiers = {"dram_bytes": 1 << 26, "disk_bytes": 1 << 28, "disk_dir": str(tmp_path), "io_deadline_s": 20.0}
         tiers |= {"codec": codec, "hbm_tokens": 1024, "max_context": WINDOW, **changes}
         driver = Driver(model, cache_mode="attentionstore", **tiers)
-        driver.cache.rates.expect_steps(0.001, 0.02)  # so slow that every load is worth it
+        driver.cache.rates.expect_steps(0.001, 0.02)  # steps so slow that every load is worth it
         driver.cache.rates.computed = lambda *_: None  # type: ignore[method-assign]
         made.append(driver)
         return driver
@@ -113,7 +113,7 @@ def test_rows_take_half_the_bytes_in_all_tiers(make: Make) -> None:
 
 
 def test_a_full_window_is_cut_and_the_rest_goes_on(make: Make, vanilla: Any) -> None:
-    """After a cut positions are others and the text is none of a recompute: it is that of a server with raw KV."""
+    """Positions are others after a cut, and the text is none of a recompute: it is that of a server with raw KV."""
     told: list[list[list[int]]] = []
     for codec in ("raw", "activation"):
         driver = make(codec, truncation="auto", truncation_mode="decoupled")

@@ -52,7 +52,7 @@ def make(path: Path, tmp_path: Path) -> Iterator[Make]:
         tiers = {"dram_bytes": 1 << 26, "disk_bytes": 1 << 28, "disk_dir": str(tmp_path), "io_deadline_s": 20.0}
         tiers |= {"codec": codec, "codec_budget": 1e-5, "hbm_tokens": 1024, "max_context": 512, **changes}
         driver = Driver(path, cache_mode="attentionstore", **tiers)
-        driver.cache.rates.expect_steps(0.001, 0.02)  # so slow that every load is worth it
+        driver.cache.rates.expect_steps(0.001, 0.02)  # steps so slow that every load is worth it
         driver.cache.rates.computed = lambda *_: None  # type: ignore[method-assign]
         made.append(driver)
         return driver

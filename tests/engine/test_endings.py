@@ -112,7 +112,7 @@ class Poison:
 
 @pytest.mark.parametrize("poisoned_at", [3, 38, 69])
 def test_a_row_without_numbers_fails_alone(path: Path, vanilla: Any, poisoned_at: int) -> None:
-    """And nothing of it is found again: the same prompt is right as soon as the model is."""
+    """Nothing of it is found again: the same prompt is right as soon as the model is."""
     driver = Driver(path, step_tokens=32)
     poison = Poison(driver.model.get_input_embeddings())
     prompt = random_ids(70, 1)

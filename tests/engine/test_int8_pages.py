@@ -47,7 +47,7 @@ def make(path: Path, tmp_path: Path) -> Iterator[Make]:
         settings |= {"hbm_dtype": "int8", "codec_budget": 1.0, "hbm_tokens": 1024, "max_context": WINDOW}
         settings |= {"model_dtype": "bfloat16", "cache_mode": "attentionstore"}
         driver = Driver(path, **{**settings, **changes})
-        driver.cache.rates.expect_steps(0.001, 0.02)  # so slow that every load is worth it
+        driver.cache.rates.expect_steps(0.001, 0.02)  # steps so slow that every load is worth it
         driver.cache.rates.computed = lambda *_: None  # type: ignore[method-assign]
         made.append(driver)
         return driver
@@ -142,7 +142,7 @@ def test_what_was_computed_behind_other_pages_is_not_found(make: Make) -> None:
 def test_pages_that_change_answers_too_much_stay_as_they_are(
     make: Make, monkeypatch: pytest.MonkeyPatch, divergence: float | None
 ) -> None:
-    """And those of which nobody can say how much."""
+    """Pages stay, too, where the change cannot be measured."""
     if divergence is not None:
         monkeypatch.setattr(page_dtype, "_measured", lambda *_: divergence)
     model = make(codec_budget=1e-6 if divergence is None else 1.0).engine.model

@@ -26,7 +26,7 @@ CONVERSATIONS, TURNS = 5, 4
 
 
 class LateDevice(ScrambledStreams):
-    """For several threads: whoever waits for a fence has the device go on."""
+    """A scrambled device for several threads: the thread that waits for a fence has the device go on."""
 
     def __init__(self, seed: int, *, obeys: bool = True) -> None:
         super().__init__(random.Random(seed), obeys=obeys)

@@ -30,7 +30,7 @@ def make(path: Path, tmp_path: Path, redis_server: OwnRedis) -> Iterator[Make]:
         tiers = {"dram_bytes": 1 << 26, "disk_bytes": 1 << 28, "disk_dir": str(directory), "io_deadline_s": 20.0}
         tiers |= {"redis_urls": (redis_server.url,), "redis_bytes": 1 << 28, **changes}
         driver = Driver(path, cache_mode="attentionstore", hbm_tokens=1024, max_context=512, **tiers)
-        driver.cache.rates.expect_steps(0.001, 0.02)  # so slow that every load is worth it
+        driver.cache.rates.expect_steps(0.001, 0.02)  # steps so slow that every load is worth it
         driver.cache.rates.computed = lambda *_: None  # type: ignore[method-assign]
         made.append(driver)
         return driver

@@ -89,7 +89,7 @@ def test_loads_are_verified_and_contexts_larger_than_hbm_read(tmp_path_factory: 
         answers = []
         for driver in (small, verified, ample):
             answers.append(driver.ask(f"{turn}", history, session="s", max_tokens=6, ignore_eos=True).token_ids)
-            if driver is verified:  # so that the next turn's history is loaded
+            if driver is verified:  # the next turn's history has to be loaded
                 driver.ask(f"other {turn}", other, session="t", max_tokens=1)
         assert answers[0] == answers[1] == answers[2]
         history = history + answers[0] + random_ids(60, seed=10 + turn)

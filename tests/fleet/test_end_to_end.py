@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 TOKENS = 300
 TURNS = 4
-SHORT = 150  # so that a conversation fits in the window: what a cut has kept cannot be computed again elsewhere
+SHORT = 150  # tokens: a conversation fits in the window, because what a cut has kept cannot be computed again elsewhere
 
 
 @pytest.fixture(scope="module")

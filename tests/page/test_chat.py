@@ -617,7 +617,7 @@ def test_a_first_visit_is_light_and_asks_for_its_modules_at_once(browser: Any, s
     sizes: dict[str, int] = {}
 
     def hear(response: Any) -> None:
-        if not response.url.endswith("/v1/events"):  # which does not end
+        if not response.url.endswith("/v1/events"):  # this stream does not end
             sizes[response.url] = len(response.body())
 
     page.on("requestfinished", lambda request: hear(request.response()))

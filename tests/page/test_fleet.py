@@ -49,7 +49,7 @@ def page_of(browser: Any, url: str, **options: Any) -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedFleet]:
     with served_fleet(tmp_path_factory.mktemp("fleet")) as running:
-        draining = {"state": "draining", "load": replace(LOAD, draining=True)}  # so that all turns go to `a`
+        draining = {"state": "draining", "load": replace(LOAD, draining=True)}  # all turns go to `a`
         running.hear("b", sessions=1234, running=3, waiting=2, tiers={**TIERS, "redis": REDIS}, **draining)
         running.hear("c", state="loading", load=None)
         running.hear("d", age_s=STALE_S + 5)

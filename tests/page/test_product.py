@@ -47,7 +47,7 @@ def test_a_conversation_goes_on_after_a_restart_with_its_history_from_disk(brows
             for source in sources
         }
         assert sum(count for source, count in tokens.items() if source != "computed") > tokens["computed"]
-        fresh = browser.new_page()  # which has a browser's memory of its own
+        fresh = browser.new_page()  # a page with a browser's memory of its own
         fresh.goto(server.url)
         fresh.locator("#conversations .open").filter(has_text="Hello! Do you like music?").click()
         fresh.locator("article.theirs").nth(2).wait_for()

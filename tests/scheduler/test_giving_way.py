@@ -122,7 +122,7 @@ def three_answers(**changes):
     loop.step()
     assert [chunk[1] for chunk in loop.step()] == [1, 1, 1]
     for n in range(4):
-        loop.add(f"more{n}", 200, tenant="a", arrived_s=3 + n)  # so that the steps are full
+        loop.add(f"more{n}", 200, tenant="a", arrived_s=3 + n)  # these fill the steps
     loop.step()
     return loop
 

@@ -74,8 +74,8 @@ async def stats(request: Request) -> dict[str, Any]:
     "/v1/cache/sessions", **described("List all tenants' conversations", answers.CacheSessionList, query=CachePage)
 )
 async def list_sessions(request: Request) -> dict[str, Any]:
-    """Return all tenants' sessions that the cache holds, ordered by tenant, then id. `after`: the `cursor` of the last
-    session of the previous page. Where keys are configured only `server.admin_keys` may read it."""
+    """List them by tenant, then id. `after`: the `cursor` of the last session of the previous page. For
+    `server.admin_keys` where there are keys."""
     require_admin(request)
     try:
         page = CachePage.model_validate(dict(request.query_params))
@@ -96,7 +96,7 @@ async def list_sessions(request: Request) -> dict[str, Any]:
     **described("Remove any tenant's conversation", None),
 )
 async def delete_session(request: Request, tenant: str, session_id: str) -> None:
-    """Like `DELETE /v1/sessions/{session_id}`. For `server.admin_keys` where there are keys."""
+    """Act as `DELETE /v1/sessions/{session_id}` does. For `server.admin_keys` where there are keys."""
     require_admin(request)
     if not SESSION_ID.fullmatch(session_id) or not SESSION_ID.fullmatch(tenant):
         raise session_not_found(session_id)
@@ -108,9 +108,9 @@ async def delete_session(request: Request, tenant: str, session_id: str) -> None
 )
 async def clear(request: Request) -> dict[str, Any]:
     """The body is `{}`. Pinned conversations lose their KV too; those with a running request keep it, and KV that
-    another model left in the same directory stays (`reprise cache clear` removes all). Transcripts stay, so the next
-    turn of a conversation is recognised and computes its KV again; until then its session is 404. Answers when the
-    bytes are gone; 503 if the disk could not delete some. For `server.admin_keys` where there are keys."""
+    another model left in the same directory stays (`reprise cache clear` removes all). Transcripts stay; a session is
+    404 until its next turn. Answers when the bytes are gone; 503 if the disk could not delete some. For
+    `server.admin_keys` where there are keys."""
     require_admin(request)
     await body_of(request, ClearRequest)
     names: dict[tuple[str, str], None] = {}

@@ -23,10 +23,9 @@ class FleetPage(BaseModel):
 
 @router.get("/v1/fleet", **described("Show the replicas of this server's fleet", answers.Fleet, query=FleetPage))
 async def fleet(request: Request) -> dict[str, Any]:
-    """Return what each replica last said of itself: its state, wait, conversations and tiers; and the KV in Redis.
-    Where keys are configured only `server.admin_keys` may read it. 404 on a server that is in no fleet. A gateway also
-    counts the turns that it routed, the sessions that it moved to another replica, and the answers that it resumed
-    there."""
+    """Return what each replica last said of itself, and the KV in Redis; at a gateway also the turns that it routed,
+    the sessions that it moved to another replica, and the answers that it resumed there. 404 on a server that is in no
+    fleet. For `server.admin_keys` where there are keys."""
     show = hooks_of(request).overview
     if show is None:
         raise HTTPException(404)

@@ -35,10 +35,9 @@ class ModelsQuery(BaseModel):
 @router.head("/v1/models", include_in_schema=False)
 @router.get("/v1/models", **described("List the model and its aliases", answers.ModelList, query=ModelsQuery))
 async def list_models(request: Request) -> dict[str, Any]:
-    """Return an entry for the model's name and each alias, with its window under every name that clients look for, its
-    default sampling, its capabilities and the results of the checks at start. `exact` says whether answers were proven
-    not to depend on which requests run together. `template` says what its chat template does with messages that many
-    templates do not expect."""
+    """Each entry has the model's window under every name that clients look for, its default sampling, its capabilities
+    and the results of the checks at start. `exact`: answers were proven not to depend on which requests run together.
+    `template`: what the chat template does with messages that many templates do not expect."""
     readiness, settings = readiness_of(request), settings_of(request)
     model, stats = readiness.require_loaded(), engine_of(request).stats
     listed = [_describe(readiness, settings, model, name, stats) for name in readiness.names]

@@ -52,10 +52,10 @@ async def metrics(request: Request) -> Response:
 
 @router.get("/v1/scheduler", **described("Show the queue", answers.SchedulerObject))
 async def scheduler(request: Request) -> dict[str, Any]:
-    """Return the state of the queue. `front` are the requests that start next: for each where its KV lies, and in
-    `order` what decides where it stands: `due_in_s` for the policy `due`; for `car` its `class` (1, 2 or 3), and how
-    often others have `overtaken` it. The state is that of the engine's last heartbeat, at most a second ago. All
-    tenants' requests are listed, so where keys are configured only `server.admin_keys` may read it."""
+    """Return the queue at the engine's last heartbeat, at most a second ago. `front` are the requests that start next,
+    of all tenants: for each where its KV lies, and in `order` what decides where it stands: `due_in_s` for the policy
+    `due`; for `car` its `class` (1, 2 or 3), and how often others have `overtaken` it. For `server.admin_keys` where
+    there are keys."""
     require_admin(request)
     readiness_of(request).require()
     stats = engine_of(request).stats

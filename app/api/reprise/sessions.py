@@ -79,10 +79,9 @@ class SessionPatch(BaseModel):
 
 @router.get("/v1/sessions", **described("List the conversations in the cache", answers.SessionList, query=SessionPage))
 async def list_sessions(request: Request) -> dict[str, Any]:
-    """This key's conversations, by id. `after`: the `last_id` of the previous page; that session may be gone. With
-    `titles=true` each has its title and how it begins, and conversations are listed too whose messages are kept while
-    no tier has their KV (`blocks` is empty): their next turn is computed anew. Titles and texts are those of
-    conversations with this `cache_salt`."""
+    """List those of this key, by id. `after`: the `last_id` of the previous page; that session may be gone. With
+    `titles=true` each has its title and how it begins, and those are listed too whose messages are kept while no tier
+    has their KV (`blocks` is empty): their next turn is computed anew. Titles and texts are those of `cache_salt`."""
     page = _query(request, SessionPage)
     reply = await _ask(request, "list", after=page.after, limit=page.limit)
     data, more = [describe_session(info) for info in reply.sessions], reply.more
@@ -130,10 +129,10 @@ async def patch_session(request: Request, session_id: str) -> Response:
     **described("List a conversation's messages", answers.SessionMessageList, query=MessagePage),
 )
 async def list_messages(request: Request, session_id: str) -> dict[str, Any]:
-    """The messages of the conversation's newest turn with its answer, thoughts and calls included, in the form in which
-    a chat takes them. `after`: the `last_id` of the previous page. A page ends early where it has 4 MiB. 404
-    `no_transcript` where the server keeps none: after the session's time to live or its deletion, where another server
-    had its turns, or where they were text completions. Side calls (`service_tier` `flex`) are not kept."""
+    """The messages of the newest turn with its answer, thoughts and calls included, in the form in which a chat takes
+    them. `after`: the `last_id` of the previous page. A page ends early where it has 4 MiB. 404 `no_transcript` where
+    the server keeps none: after the session's time to live or its deletion, where another server had its turns, or
+    where they were text completions. Side calls (`service_tier` `flex`) are not kept."""
     _check(session_id)
     page = _query(request, MessagePage)
     found = await sessions_of(request).messages(
@@ -165,8 +164,8 @@ async def delete_session(request: Request, session_id: str) -> None:
     **described("Load a conversation's KV", answers.Session),
 )
 async def prefetch_session(request: Request, session_id: str) -> dict[str, Any]:
-    """Announces the session's next turn. Its KV is brought from disk or Redis to DRAM, after that of turns that wait,
-    and stays there for a minute. Answers before that is done."""
+    """Announces the session's next turn: its KV is brought from disk or Redis to DRAM, and stays there for a minute.
+    Answers before that is done."""
     return _only(session_id, await _ask(request, "prefetch", session_id=session_id))
 
 

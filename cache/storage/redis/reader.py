@@ -126,7 +126,7 @@ class _Receiver:
     def _receive(self, targets: Sequence[memoryview]) -> None:
         stream = self._under_way.popleft()
         field = stream.coming.popleft()
-        self._ask()  # so that Redis is never idle while we receive
+        self._ask()  # ask ahead: Redis is never idle while we receive
         try:
             is_there = self._connections[id(stream.server)].read_into(targets)
         except RedisRefusal as refusal:

@@ -24,7 +24,7 @@ NAME = "reprise_packed"
 """The name of `packed_experts` among transformers' functions of experts."""
 PROJECTIONS = ("gate_up_proj", "up_proj", "down_proj")
 """The names of the weights of experts: of those with a gate the first and the last, of others the last two."""
-_CHECK_ROWS = 40  # so many that each of three experts has more than are unpacked in registers
+_CHECK_ROWS = 40  # each of three experts gets more rows than are unpacked in registers
 
 
 class QuantisedProjection(nn.Module):

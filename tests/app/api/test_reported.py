@@ -207,7 +207,7 @@ async def test_arguments_that_were_cut_are_what_came_before(serve):
 @pytest.mark.parametrize("tokens", [18, 22, 30, 40, 50])
 @pytest.mark.parametrize("path", PATHS)
 async def test_an_answer_that_was_cut_in_a_call_is_gone_on_with(serve, path: str, tokens: int):
-    """Also by the server's own memory of the conversation, and from the very ids."""
+    """The server's own memory of the conversation goes on too, from the very ids."""
     running = await serve(CODER)
     running.engine.script.answer = "<tool_call>\n<function=get_weather>\n<parameter=city>\nRome"
     cut = {"max_output_tokens" if path == "/v1/responses" else "max_tokens": tokens}

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from reprise.app.cli import doctor, expected_sizes, program
+from reprise.app.cli import doctor, expected_sizes, program, state_findings
 from reprise.app.cli.finding import Finding, Level
 from reprise.app.cli.model_findings import DescribedModel
 from reprise.app.settings.settings import GIB, Settings
@@ -328,8 +328,8 @@ def test_packed_weights_are_multiplied_in_bf16_where_the_processor_can(
 
 def test_a_disk_that_hangs_does_not_hold_it_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mended = threading.Event()
-    monkeypatch.setattr(doctor, "STATE_TIMEOUT_S", 0.1)
-    monkeypatch.setattr(doctor, "_state", lambda *_: [mended.wait()])
+    monkeypatch.setattr(state_findings, "STATE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(state_findings, "_state", lambda *_: [mended.wait()])
     finding = look(tmp_path)["state"]
     mended.set()
     assert (finding.level, finding.found) == (Level.WARN, f"{tmp_path / 'state'} does not answer")
@@ -340,7 +340,7 @@ def test_a_disk_that_fails_is_a_finding(tmp_path: Path, monkeypatch: pytest.Monk
     def failing(*_: object) -> list[Finding]:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(doctor, "_state", failing)
+    monkeypatch.setattr(state_findings, "_state", failing)
     finding = look(tmp_path)["state"]
     assert finding.level is Level.WARN
     assert "Input/output error" in finding.found

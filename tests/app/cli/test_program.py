@@ -122,7 +122,7 @@ def test_a_model_that_is_not_there_is_said_once_and_at_once(tmp_path):
         lines = serve("--model", source, "--cache.disk_dir", str(state_dir)).splitlines()
         assert len(lines) == 1
         assert said in lines[0]
-    assert not state_dir.exists()  # so nothing was started either
+    assert not state_dir.exists()  # nothing was started either
 
 
 def test_a_gguf_file_becomes_a_directory_or_a_line_says_why_not(tmp_path):

@@ -134,7 +134,7 @@ async def test_garbage_is_a_miss(number: int, monkeypatch: pytest.MonkeyPatch) -
             store = make_store(fake)
             fake.reply = reply if read not in ("history",) or number < len(GARBAGE) else array(reply)
             if read == "input_items" and b"reprise:response:t:a" in reply:
-                continue  # which are right, whatever was answered to them
+                continue  # these are right, whatever was answered to them
             with pytest.raises((NotStored, ApiError)) as missed:
                 await getattr(store, read)("t", "a")
             # A reply that never ends is no answer.

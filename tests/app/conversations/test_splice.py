@@ -87,7 +87,7 @@ def test_a_token_that_marks_the_end_of_a_call_is_kept_and_the_end_of_turn_is_not
 
 
 def test_an_answer_that_the_template_changes_is_found_by_what_stands_around_it():
-    pieces = (*PIECES, "\n")  # which the template trims
+    pieces = (*PIECES, "\n")  # the template trims the line break
     chat = chat_of("".join(pieces), template=TRIMS)
     candidate = candidate_of(chat, pieces=pieces)
     assert exact(chat, candidate) is in_place(chat, candidate) is None
@@ -96,7 +96,7 @@ def test_an_answer_that_the_template_changes_is_found_by_what_stands_around_it()
 
 def test_of_an_edited_answer_that_the_template_changes_only_the_prompt_is_kept():
     chat = chat_of("the cat sat \n", template=TRIMS)
-    chat.messages[1]["tool_calls"] = [{"name": "f"}]  # which this template does not show
+    chat.messages[1]["tool_calls"] = [{"name": "f"}]  # this template does not show calls
     sibling = candidate_of(chat, is_exact=False)
     assert in_place(chat, sibling) is changed(chat, sibling) is None
     expected = (0, "the cat sat" + REST)

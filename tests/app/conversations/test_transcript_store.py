@@ -247,7 +247,7 @@ def test_a_base_that_has_gone_is_replaced_by_the_ids_themselves():
     base = Base(answer.id, answer.digest, len(ids))
     store.forget("s", tenant=TENANT)
     store.add(prompt_of("p", [*ids, 7], base), answer_of("a", [8]), now=0.0)
-    wrong = Base(found(store, "a").id, digest("other"), 2)  # that number, but another answer
+    wrong = Base(found(store, "a").id, digest("other"), 2)  # the right number, but another answer
     store.add(prompt_of("q", [1, 2, 3], wrong), answer_of("b", [4]), now=0.0)
     assert full_ids(store, "a") == [*ids, 7, 8]
     assert full_ids(store, "b") == [1, 2, 3, 4]

@@ -120,7 +120,7 @@ class Client:
         text = self.tokenizer.render(
             messages, tools=self.scope["tools"], template_args=self.scope["template_args"], add_generation_prompt=True
         )
-        return text.replace(SHIELD, "")  # which only says where text is not a special token
+        return text.replace(SHIELD, "")  # the shield only says where text is not a special token
 
     def text(self, ids: Sequence[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=False)
@@ -379,7 +379,7 @@ def test_an_edited_answer_keeps_what_stands_in_front_of_the_edit(client):
     following = client.ask(messages)
     assert following.spliced_tokens == len(prompt.token_ids) + len(client.ids("c", "a", "che", " the"))
     assert client.text(following.token_ids) == client.rendered(messages)
-    assert following.session_id != prompt.session_id  # that is no answer of ours
+    assert following.session_id != prompt.session_id  # the answer sent back is none of ours
 
 
 def test_the_same_opening_is_not_the_same_conversation(client):

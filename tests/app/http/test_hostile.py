@@ -53,7 +53,7 @@ class Victim:
     port: int
     tasks: int = 0  # tasks of the idle server
     descriptors: int = 0
-    longest_s: float = 0.0  # that /health took
+    longest_s: float = 0.0  # longest that /health took
     over: threading.Event = field(default_factory=threading.Event)
     asking: threading.Lock = field(default_factory=threading.Lock)  # held while the health is asked for
 

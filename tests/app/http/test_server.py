@@ -179,7 +179,7 @@ async def test_every_address_is_one_of_both_families(tmp_path, host, families):
 
 
 async def test_a_server_ends_with_what_only_a_person_can_mend(tmp_path, model_dir):
-    """That may come after the model, such as the secret of another fleet."""
+    """Such a mistake may be found after the model has loaded: the secret of another fleet, for example."""
     engine = FakeEngine(directory=model_dir)
     app = create_app(make_settings(tmp_path, server={"port": 0}), engine=engine)
     settings, ready, failed = make_settings(tmp_path, server={"port": 0}), threading.Event(), []

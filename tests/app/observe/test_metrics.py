@@ -24,7 +24,7 @@ REPORTED = {
 
 @pytest.fixture
 async def text(engine: FakeEngine, tmp_path: Path) -> str:
-    """After two answers, one of them refused, with everything in the engine's heartbeat that may be there."""
+    """Return the metrics after two answers, one of them refused, with a heartbeat that has everything it may have."""
     state = msgspec.structs.replace(queue(waiting("r/0", "t")), loads={"hidden": 2})
     checks = CodecChecks(counts=[2, *[0] * 9, 3, 1], total=2.5, recent=0.4, limit=0.002)
     engine.stats = msgspec.structs.replace(STATS, scheduler=state, codec_checks=checks, codec_condemned=True)

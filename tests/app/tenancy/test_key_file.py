@@ -78,7 +78,7 @@ def test_a_file_that_others_may_read_or_write_is_refused(tmp_path, mode):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("", "no keys"),  # which must not mean that none are needed
+        ("", "no keys"),  # an empty file must not mean that no keys are needed
         ("# nobody yet\n", "no keys"),
         ("[a\n", "not TOML"),
         ("[a]\n", "a.sha256"),

@@ -49,7 +49,7 @@ def test_as_many_leave_as_have_to_and_no_more(sessions, limit, size):
     gone = leaving(sessions, limits)
     rest = [info for info in sessions if not any(info is other for other in gone)]
     assert not any(info.pinned or info.running for info in gone)
-    if excess_of(rest, limits):  # then nothing more could leave
+    if excess_of(rest, limits):  # nothing more could leave
         newest = max(sessions, key=lambda info: info.last_used_s)
         assert all(info.pinned or info.running or info.last_used_s == newest.last_used_s for info in rest)
     if gone:

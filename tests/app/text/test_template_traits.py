@@ -89,7 +89,7 @@ def test_whether_the_thought_of_a_call_stays_when_a_user_says_more():
 
 
 def test_a_template_may_take_less_beside_tools():
-    """Then requests without tools stay as they are."""
+    """Requests without tools stay as they are."""
     refusing = "{% if tools and messages | selectattr('role', 'equalto', 'system') | list | length > 1 %}"
     shown = Shown("{{ tools | tojson }}" + refusing + "{{ raise_exception('no') }}{% endif %}" + CHATML)
     assert (shown.form.found.traits.systems, shown.form.found.traits_with_tools.systems) == ("kept", "refused")

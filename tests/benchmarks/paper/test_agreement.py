@@ -2,7 +2,7 @@ import pytest
 
 from benchmarks.paper import agreement
 from reprise.loadgen.measure.sender import TurnResult
-from reprise.loadgen.virtual.simulation import VirtualServer
+from reprise.loadgen.virtual.virtual_server import VirtualServer
 
 
 def result(session, turn, due_s, done_s, prompt, answer, hits=(0, 0, 0)):

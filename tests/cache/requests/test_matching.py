@@ -8,7 +8,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from reprise.cache.blocks.truncate import CutRules
-from reprise.loadgen.virtual.simulation import Simulation, VirtualServer
+from reprise.loadgen.virtual.simulation import Simulation
+from reprise.loadgen.virtual.virtual_server import VirtualServer
 from reprise.loadgen.workloads.workload import Conversation, Turn
 from tests.cache.pool_model import NO_CUTS, PoolModel, make_manager
 from tests.example_counts import examples

@@ -98,7 +98,7 @@ def test_a_gap_that_is_like_the_one_before_by_chance_is_no_rhythm():
     play(returns, uses)
     now = max(at_s for at_s, _ in uses) + 2000.0
     play(returns, [(now - turn * gap_s, name) for name, gap_s in (("near", 200.0), ("far", 20.0)) for turn in range(3)])
-    for _ in range(400):  # so many are reconsidered a little at a time
+    for _ in range(400):  # sessions are reconsidered a little at a time
         returns.advance(now + 160.0)
     assert returns.of("near").value < 1.5 * returns.of("far").value
 

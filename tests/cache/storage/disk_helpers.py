@@ -32,7 +32,7 @@ def make_tier(directory, *, fingerprint=FINGERPRINT, segment_bytes=SEGMENTS, key
         "min_free_bytes": 0,
         "read_bytes_per_s": 0.0,
         "write_bytes_per_s": 0.0,
-        "deadline_s": 30.0,  # which no busy machine misses
+        "deadline_s": 30.0,  # no busy machine misses it
         "owner": f"a running server (pid {os.getpid()})",
     }
     return ExtentStore(directory=directory, **{**fields, **changes})

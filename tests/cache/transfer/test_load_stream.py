@@ -468,7 +468,7 @@ def test_the_disk_is_asked_for_as_many_layers_at_once_as_have_a_lead(stream):
 
 @needs_team
 def test_a_disk_that_has_no_lead_is_asked_layer_by_layer(stream):
-    """Or the step would wait for the last of several when it could go on with the first."""
+    """The step can go on with the first layer, instead of waiting for the last of several."""
     stream.begin("read")
     stream.put(on_disk(0, 0, None))
     for layer in range(LAYERS):

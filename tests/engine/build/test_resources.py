@@ -46,7 +46,7 @@ def test_cached_files_make_room(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("version", ["v1", "v2"])
 def test_the_tightest_group_on_the_way_up_counts(tmp_path: Path, version: str) -> None:
-    """For all and for what is free each: siblings use up an outer group's memory."""
+    """The total and what is free are taken each by itself: siblings use up an outer group's memory."""
     write, root, own = {"v1": (v1, tmp_path / "memory", V1), "v2": (v2, tmp_path, V2)}[version]
     write(root / "app/server", 8 * GIB, 1 * GIB)
     write(root / "app", 20 * GIB, 18 * GIB)
@@ -97,7 +97,7 @@ def test_this_machine_has_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_room_on_disk_counts_what_is_kept_already(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or a cache would shrink with every start."""
+    """A cache must not shrink with every start."""
     usage = resources.shutil.disk_usage(tmp_path)._replace(free=100_000)
     monkeypatch.setattr(resources.shutil, "disk_usage", lambda path: usage)
     directory = tmp_path / "not/yet/there"

@@ -56,7 +56,7 @@ def test_weights_are_those_of_transformers_bit_for_bit(tmp_path, kind):
     ours, theirs = tensors_of(tmp_path / "ours"), tensors_of(read_by_transformers(source, tmp_path / "theirs"))
     assert ours.keys() == theirs.keys()
     assert all(torch.isfinite(weight).all() for weight in ours.values())
-    if kind == "F16":  # which we keep, and they were asked to make bfloat16; norms, in float32, would be rounded twice
+    if kind == "F16":  # we keep it, and they were asked to make bfloat16; norms, in float32, would be rounded twice
         assert {weight.dtype for weight in ours.values()} == {torch.float16}
         ours = {name: weight.to(torch.bfloat16) for name, weight in ours.items() if weight.dim() > 1}
     assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []

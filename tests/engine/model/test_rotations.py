@@ -92,7 +92,7 @@ def test_tables_are_made_once_per_set_of_positions(monkeypatch: pytest.MonkeyPat
 
 
 def test_tables_by_position_are_what_keys_are_rotated_by(probed: ProbeResult) -> None:
-    """For the compiled way of loading: the same bits, whatever was asked for before."""
+    """The compiled way of loading needs the same bits, whatever was asked for before."""
     rotations, by_halves = ModelRotations(ropes=probed.ropes), 0
     for stop in (5, 3, 40, 70):
         for layer in range(len(probed.ropes)):

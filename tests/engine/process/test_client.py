@@ -277,7 +277,7 @@ async def test_a_refused_model_is_not_tried_again(start: Start, caplog: pytest.L
     with pytest.raises(EngineFailed, match="no such architecture"):
         await client.wait_ready()
     assert (client.state, client.failure, client.restarts) == ("failed", "no such architecture", 0)
-    assert caplog.messages == []  # who waits for it is told, and tells
+    assert caplog.messages == []  # the caller that waits for it is told, and tells
     assert client.pid is None
     with pytest.raises(EngineUnavailable, match="failed"):
         await client.submit(submit("a"))
@@ -459,7 +459,7 @@ async def test_questions_about_sessions_are_answered_each_with_its_own(start: St
     names = [f"s{i}" for i in range(20)]
     replies = await asyncio.gather(*(client.sessions(question(f"q-{name}", name)) for name in names))
     assert [reply.sessions[0].session_id for reply in replies] == names
-    deleted = await client.sessions(question("d", "s", "delete"))  # which the engine answers later
+    deleted = await client.sessions(question("d", "s", "delete"))  # the engine answers it later
     assert (deleted.request_id, deleted.error_code) == ("d", None)
     assert client._questions == {}
     await stream.aclose()

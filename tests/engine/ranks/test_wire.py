@@ -101,8 +101,8 @@ def test_moves_and_events_arrive_as_they_were() -> None:
 
 
 def test_every_kind_is_tried_above() -> None:
-    """But sessions' records, which rank 0 alone keeps, coded KV and KV in Redis, which ranks do not share yet, and the
-    news of disks, which only an engine of one rank watches."""
+    """Left out are sessions' records, which rank 0 alone keeps, coded KV and KV in Redis, which ranks do not share yet,
+    and the news of disks, which only an engine of one rank watches."""
     moves = {kind for part in typing.get_args(Move) for kind in (typing.get_args(part) or (part,))}
     assert {type(move) for move in MOVES} == moves - {PutSession, EncodeBlocks, *typing.get_args(Remote)}
     assert {type(event) for event in EVENTS} == set(typing.get_args(Event)) - {

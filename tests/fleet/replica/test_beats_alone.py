@@ -127,7 +127,7 @@ async def run_until(beating: Beating, condition: Callable[[], object]) -> None:
 async def test_a_beat_that_fails_is_followed_by_others(beating, caplog):
     beating.fleet.answers = [RuntimeError("a fault of ours"), DirectoryUnavailable("away")]
     beating.load()
-    beating.readiness.joining = True  # so that it beats often
+    beating.readiness.joining = True  # it beats often while it joins
     beating.fleet.is_caught_up = False
     await run_until(beating, lambda: "tell" in beating.fleet.done)
     assert [record.message for record in caplog.records] == ["a beat failed"]

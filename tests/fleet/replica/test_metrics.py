@@ -47,7 +47,7 @@ async def test_claims_commits_and_the_outbox_are_counted(redis: RedisServer, tmp
         assert found["claims_total.failed"] == 1
         assert found["commits_total.unsent"] == 1
         redis.start()
-        await replica.directory.close()  # so that it is not left alone for a second
+        await replica.directory.close()  # closed, or it would be left alone for a second
         running.app.state.hooks.directory._server._breaker.succeeded()
         await replica.beat()
         assert (await counts(running)).get("outbox_sessions", 0) == replica.outbox.waiting

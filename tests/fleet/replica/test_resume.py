@@ -222,8 +222,8 @@ async def test_a_stream_that_is_cut_anywhere_goes_on_elsewhere(replicas, name, t
 
 @pytest.mark.parametrize("name", [name for name, (_, _, body) in REQUESTS.items() if "n" not in body])
 async def test_one_choice_goes_on_byte_for_byte(replicas, name):
-    """Also the numbers of events, and what is said about the cache: that is what the first server found. (Of several
-    choices, whose tokens come first is nobody's promise.)"""
+    """Even the numbers of events are the same, and what is said about the cache: that is what the first server found.
+    (Which of several choices has its tokens first is not promised.)"""
     first, second = replicas
     path, answer, body = REQUESTS[name]
     body = {"model": "test-model", "stream": True, **body}

@@ -140,7 +140,7 @@ def test_a_team_of_threads_decodes_the_same(blocks):
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("kind", ["encoded", "noise", "damaged", *(f"zeros, {words} short" for words in range(16))])
 def test_vectors_decode_what_single_numbers_do(shape, kind):
-    """This compares two ways where there are vectors; elsewhere both are the same."""
+    """The two ways differ only where there are vectors."""
     codec, blocks = codec_for(shape, k_step=0.1), compiled.TOGETHER - (kind == "noise")
     layer, rng = codec.layers[0], np.random.default_rng(len(kind))
     segments = coded(codec, blocks_of(*rows_like_keys(*shape, blocks * ROWS, 3))).numpy().view(np.uint16)

@@ -33,7 +33,7 @@ NAN = float("nan")
 
 @pytest.fixture(autouse=True)
 def _threads(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """And where AMX is, too, the kernels are what is tested."""
+    """Have the kernels tested where the processor has AMX, too."""
     monkeypatch.setattr(torch_cpu, "flash_kernels", lambda exact: kernels)
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -331,7 +331,7 @@ def test_a_block_of_keys_that_only_others_see_changes_no_bit() -> None:
 
 
 def test_numba_told_to_compile_for_less_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or LLVM would end the process."""
+    """LLVM would end the process."""
     from numba.core.registry import cpu_target
 
     codegen = cpu_target.target_context.codegen()

@@ -187,7 +187,7 @@ def test_a_disk_that_fetches_too_slowly_is_faster_with_coded_sessions_unless_dec
     assert raw.bytes["fetched"] > 0
     assert coded.bytes["written_disk"] == slow.bytes["written_disk"] < 0.5 * raw.bytes["written_disk"]
     assert coded.ttft_mean_s < 0.6 * slow.ttft_mean_s
-    assert slow.ttft_mean_s < raw.ttft_mean_s  # which waits for its writes, too
+    assert slow.ttft_mean_s < raw.ttft_mean_s  # raw waits for its writes, too
 
 
 def test_a_disk_reads_in_order_and_no_faster_than_what_it_feeds():

@@ -100,7 +100,7 @@ async def test_tools_stand_in_the_prompt_and_the_engine_gets_a_grammar(running: 
 
 @pytest.mark.parametrize("messages", [HELLO, [{"role": "system", "content": "Be brief."}, *HELLO]])
 async def test_marks_and_starts_stand_where_the_messages_do(running: Running, messages):
-    """Also where the tools have made a message of their own in front."""
+    """The tools may have made a message of their own in front."""
     marked = [*messages[:-1], {**messages[-1], "x_cache": {"important": True}}]
     await running.chat(messages=marked, tools=TOOLS, max_tokens=200)
     (submit,) = running.engine.submitted

@@ -382,7 +382,7 @@ async def test_a_thought_that_cannot_be_read_is_left_out_and_named(tmp_path: Pat
 async def test_thinking_is_turned_off(tmp_path: Path, fields, thinks):
     async with in_process(thinking_engine(tmp_path), make_settings(tmp_path / "state")) as running:
         response = await ask(running, **fields)
-        warned = "thinking.budget_tokens" in response.headers.get("warning", "")  # which has no effect
+        warned = "thinking.budget_tokens" in response.headers.get("warning", "")  # a field without effect
         assert (response.status_code, warned) == (200, "budget_tokens" in str(fields))
         assert prompt_of(running).endswith("<think>\n\n</think>\n\n") is not thinks
 

@@ -90,7 +90,7 @@ few_rows = pytest.mark.skipif(decode_kernels() is None, reason="no numba or no A
 
 
 def decoded(served: Served, streams: int, threads: int) -> tuple[list[Text], Pool]:
-    """So many texts of different lengths side by side: a common prefill, then row by row."""
+    """Decode `streams` texts of different lengths side by side: a common prefill, then row by row."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:

@@ -131,7 +131,7 @@ def test_shapes_that_do_not_match_are_refused(tmp_path: Path, name: str) -> None
     for number, part in enumerate(parts):
         for change in ("rows", "columns", "flat", "empty"):
             old = parts[part]
-            is_column = old.dim() == 2 and old.shape[1] == 1  # which may as well be flat
+            is_column = old.dim() == 2 and old.shape[1] == 1  # a column may as well be flat
             if (old.dim() < 2 and (change != "empty" or not old.dim())) or (change == "flat" and is_column):
                 continue
             new = {"rows": old[:-1], "columns": old[..., :-1], "flat": old.flatten(), "empty": old[:0]}
