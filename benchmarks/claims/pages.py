@@ -12,7 +12,8 @@ _NUMBER = r"[\d,.]*\d(?: %)?"
 _HEAD = """# Results
 
 Every number is read from the file named after it, in `benchmarks/results/`, by `python -m benchmarks.claims`, which
-also puts it into the documents that repeat it. A file holds the command, the versions, the machine and every round.
+also puts it into the documents that repeat it. A file holds the command, the versions, the machine and every round. A
+commit that ends in `-dirty` had changes beside it that were not committed.
 """
 
 
@@ -20,7 +21,12 @@ def results_page(claims: Sequence[Claim], detail: Sequence[tuple[str, str]]) -> 
     """Return docs/results.md. detail: titles and addresses of pages with tables and plots."""
     lines = [_HEAD, *(f"- [{title}]({address})" for title, address in detail)]
     for theme, together in groupby(claims, key=lambda claim: claim.theme):
-        lines += ["", f"## {theme}", "", *(f"- {claim.marked} (`{claim.result}`)" for claim in together)]
+        lines += [
+            "",
+            f"## {theme}",
+            "",
+            *(f"- {claim.marked} ([{claim.result}](#{claim.result}))" for claim in together),
+        ]
     lines += ["", "## How they were measured", ""]
     lines += ["The programs are named as they are called now.", ""]
     lines += ["| file | measured by | on | date, commit |", "|---|---|---|---|"]
@@ -29,7 +35,8 @@ def results_page(claims: Sequence[Claim], detail: Sequence[tuple[str, str]]) -> 
 
 
 def _row(claim: Claim) -> str:
-    return f"| {claim.result} | `{claim.command}` | {claim.machine} | {claim.date}, {claim.commit} |"
+    name = f'<a id="{claim.result}"></a>{claim.result}'  # sentences lead here
+    return f"| {name} | `{claim.command}` | {claim.machine} | {claim.date}, {claim.commit} |"
 
 
 def with_numbers(text: str, claims: Iterable[Claim]) -> str:

@@ -71,8 +71,10 @@ def test_a_document_gets_the_numbers_of_its_claims_and_keeps_its_lines(tmp_path:
 def test_the_page_says_who_measured_it_where_and_when(tmp_path: Path) -> None:
     claim = one(tmp_path, "{share:.0%} are wrong", share="rows[kind=b].wrong.# / rows[kind=b].turns")
     lines = results_page([claim, claim], []).splitlines()
-    assert lines.count("- **25 %** are wrong (`it`)") == 2
-    assert lines.count("| it | `python -m benchmarks.it` | 2 cores of Intel Xeon | 2026-01-02, abc |") == 1
+    assert lines.count("- **25 %** are wrong ([it](#it))") == 2
+    assert (
+        lines.count('| <a id="it"></a>it | `python -m benchmarks.it` | 2 cores of Intel Xeon | 2026-01-02, abc |') == 1
+    )
 
 
 def test_the_results_page_is_made_of_the_results() -> None:
