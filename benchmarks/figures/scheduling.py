@@ -128,9 +128,11 @@ def served_section(result: Result, machine: str) -> list[str]:
         "{conversations} conversations a round by Poisson, {turns} turns of a random 125 M-shape model (bf16): first "
         "prompts of {first_tokens} tokens, then {more_tokens} more after each answer of {answer_tokens} and a pause of "
         "{pause:.0%} of the time in which conversations begin; these are means of log-normal lengths (sigma 1). Rates "
-        "are shares of the turns a second that `fcfs` works off when all come at once. {seeds} seeds, which all "
-        "servers play in turn. Times in ms.".format(
-            **result["workload"], seeds=result["seeds"]
+        "are shares of the turns a second that `fcfs` works off when all come at once, measured before each setting: "
+        "{carried}. Where these differ, the shared machine had another speed. {seeds} seeds, which all servers play "
+        "in turn. Times in ms.".format(
+            **result["workload"], seeds=result["seeds"],
+            carried=", ".join(f"{row['carried']:.1f} ({row['kv']}, {row['share']:.0%})" for row in result["rows"]),
         ),
         table("KV | rate | order | TTFT mean / p50 / p95 | first turns | returning turns | E2E | longest TTFT | "
               "TPOT p50 | tokens/s", rows),
