@@ -1,12 +1,13 @@
 // Brings a conversation that the server keeps into this browser, or what was said in it elsewhere.
 
-import { listMessages } from "./api.js";
+import { ApiError, askFor, listMessages } from "./api.js";
 import { graft, graftBefore } from "./graft.js";
 import { path } from "./message_tree.js";
 import * as store from "./store.js";
 
 const MAX_PAGES = 100; // of at most 1,000 messages or 4 MiB each
-const PATIENCE_MS = 2000; // for which a turn waits to hear what was said elsewhere
+const PATIENCE_MS = 2000; // for which a turn waits to hear what was said elsewhere, and for a request that was just stopped to end
+const BUSY_AGAIN_MS = 200;
 const TAIL = 2; // messages at the end that tell whether a conversation went on elsewhere: every turn sends all that were before
 
 /** A conversation out of what the server keeps of it, which is not in this browser yet. `row`: what the list says of it,
@@ -39,9 +40,13 @@ export async function catchUp(conversation) {
 }
 
 /** Add to a conversation, just before a turn is sent, what another device has said in it. `answer`: the one to be written;
- * `question`: the message that was just written, or null. Returns whether the server has something else. Throws as `bring`
- * does, and if the server does not say it in time. */
-export async function joinTurn(conversation, answer, question, signal) {
+ * `question`: the message that was just written, or null; `mayBeBusy`: whether the server was last heard to answer in it.
+ * Returns whether the server has something else. Throws as `bring` does, if the server does not say it in time, and ApiError
+ * "elsewhere" while another device's turn is answered, which this one would write over. */
+export async function joinTurn(conversation, answer, question, { signal, mayBeBusy }) {
+  if (mayBeBusy && (await isBusy(conversation.id, signal))) {
+    throw new ApiError(409, "Another device writes an answer in this conversation. Go on when it is there.", "elsewhere", null);
+  }
   const head = question ? question.parent : answer.content ? answer.id : answer.parent;
   const inTime = AbortSignal.any([signal, AbortSignal.timeout(PATIENCE_MS)]);
   const chain = await saidElsewhere(conversation, path({ ...conversation, head }), inTime);
@@ -53,6 +58,15 @@ export async function joinTurn(conversation, answer, question, signal) {
   }
   answer.end = null;
   return true;
+}
+
+/** Whether the server still answers a request of a conversation. One that was just stopped takes a moment to end. */
+async function isBusy(id, signal) {
+  for (const until = Date.now() + PATIENCE_MS; ; ) {
+    const { running } = await askFor(`/v1/sessions/${encodeURIComponent(id)}`, signal);
+    if (!running || Date.now() > until) return running;
+    await new Promise((resolve) => setTimeout(resolve, BUSY_AGAIN_MS));
+  }
 }
 
 /** The chain of messages that the server has of a conversation, or null where it ends as what is shown here does.

@@ -32,8 +32,10 @@ export class Joined {
   /** As `joinTurn`. What a turn writes over that did not hear of it in time is joined later, in the browser that said it. */
   async join(conversation, answer, question, signal) {
     try {
-      return await (await onDemand("bring")).joinTurn(conversation, answer, question, signal);
-    } catch {
+      const mayBeBusy = this.#server.get(conversation.id)?.running;
+      return await (await onDemand("bring")).joinTurn(conversation, answer, question, { signal, mayBeBusy });
+    } catch (error) {
+      if (error.code === "elsewhere") throw error;
       return false;
     }
   }
