@@ -132,7 +132,7 @@ function drawList() {
 /** Tells the server that a conversation which is opened or typed into will go on. */
 async function expect() {
   const { id, messages } = chat.conversation;
-  if (!chat.model || chat.streaming || Date.now() < (expected.get(id) ?? 0) + EXPECT_AGAIN_MS) return;
+  if (!chat.model || chat.streaming || chat.conversation.isReadOnly || Date.now() < (expected.get(id) ?? 0) + EXPECT_AGAIN_MS) return;
   if (!messages.some(({ role }) => role === "assistant")) return;
   expected.set(id, Date.now());
   if (!(await expectTurn(id))) expected.set(id, Infinity);
@@ -188,7 +188,7 @@ function fresh() {
   if (kept) {
     unbegun = conversation.id;
     conversation.options = { ...conversation.options, ...kept };
-  } else if (chat.conversation.messages.length) conversation.options = { ...chat.conversation.options };
+  } else if (chat.conversation.messages.length && !chat.conversation.isReadOnly) conversation.options = { ...chat.conversation.options };
   return conversation;
 }
 
@@ -321,6 +321,7 @@ element("import-file").addEventListener("change", () => transfer("import"));
 address.onStep((id) => showById(id, false));
 element("new").addEventListener("click", () => show(fresh()));
 element("open-settings").addEventListener("click", async () => {
+  if (chat.conversation.isReadOnly) return notice("The program that has this conversation sends its own system prompt and sampling.");
   const found = await dialogs();
   const options = await found?.editOptions(chat.conversation.options, chat.sampling);
   if (!options) return;

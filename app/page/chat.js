@@ -13,6 +13,7 @@ import { isWrittenElsewhere, replyWith } from "./writers.js";
 const KEEP_MS = 1000; // between two looks at an answer that grows, by which it is kept should the tab be closed
 const MAX_RUNNING = 3; // answers at once: each holds one of the six connections that a browser has to a server
 const REFUSED = new Set([400, 413, 422]); // however often it is sent
+const READ_ONLY = "A program that calls tools has this conversation. It can be read here, but only the program can go on with it.";
 const ANOTHER_TAB = "Another tab writes an answer in this conversation. Go on when it is there, or stop it in that tab.";
 
 const announcement = document.querySelector("#announce");
@@ -34,6 +35,7 @@ export class Chat extends EventTarget {
     fork: (message) => this.#tell("fork", message),
     choose: (message) => this.#choose(message),
     isBusy: () => this.streaming,
+    isReadOnly: () => Boolean(this.#conversation.isReadOnly),
     suggest: (text) => this.#tell("suggest", text),
   });
   placeOf = () => null; // where what was read of a conversation lies, by its id
@@ -141,17 +143,17 @@ export class Chat extends EventTarget {
     });
   }
 
-  /** `work(conversation)` on the one that is open, unless an answer is written in it. If another tab writes it, that is said,
-   * and `text`, what was to be sent or null, goes back to the composer. */
+  /** `work(conversation)` on the one that is open, unless an answer is written in it. If another tab writes it or it can only
+   * be read, that is said, and `text`, what was to be sent or null, goes back to the composer. */
   async #goOnWith(text, work) {
     if (this.streaming) return;
     const conversation = this.#conversation;
     const written = [tree.path(conversation).at(-1), conversation.messages.at(-1)].some(isUnfinished);
-    const isTaken = written && (await isWrittenElsewhere(conversation.id));
+    const why = conversation.isReadOnly ? READ_ONLY : written && (await isWrittenElsewhere(conversation.id)) ? ANOTHER_TAB : null;
     const isOpen = conversation.id === this.#conversation.id && !this.streaming; // else another one was opened meanwhile
-    if (!isTaken && isOpen) return work(this.#conversation);
+    if (!why && isOpen) return work(this.#conversation);
     if (isOpen) {
-      this.#refusal = ANOTHER_TAB;
+      this.#refusal = why;
       this.#draw();
       this.#thread.toEnd();
     }
@@ -164,7 +166,7 @@ export class Chat extends EventTarget {
   }
 
   editLast() {
-    return !this.streaming && this.#thread.editLast();
+    return !this.streaming && !this.#conversation.isReadOnly && this.#thread.editLast();
   }
 
   #choose(message) {

@@ -24,8 +24,9 @@ export class Joined {
     if (!row?.count || this.#chat.streaming || this.#seen.get(row.id) === row.updated) return;
     this.#seen.set(row.id, row.updated);
     const found = await onDemand("bring").catch(() => null); // it is looked at again when the list is another one
-    if (!(await found?.catchUp(conversation)) || this.#chat.conversation !== conversation || this.#chat.streaming) return;
-    this.#chat.replace(await store.load(row.id));
+    const now = await found?.catchUp(conversation, row);
+    if (!now || this.#chat.conversation !== conversation || this.#chat.streaming) return;
+    this.#chat.replace(now);
     this.#changed();
   }
 

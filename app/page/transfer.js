@@ -5,6 +5,7 @@ import { path } from "./message_tree.js";
 import { SOURCES, isReason } from "./provenance.js";
 import * as store from "./store.js";
 
+const NAMES = { user: "You", assistant: "Answer", tool: "Answer of a tool", system: "System prompt" };
 const KIND = "reprise-conversations";
 const MAX_FILE_BYTES = 256 << 20;
 const MAX_CONVERSATIONS = 20_000;
@@ -24,9 +25,12 @@ export async function allAsJson() {
   return new Blob(parts, { type: "application/json" });
 }
 
-/** What is shown of a conversation, without thoughts. */
+/** What is shown of a conversation, without thoughts. Calls of tools and their results stand indented, as code. */
 export function asMarkdown(conversation) {
-  const said = path(conversation).map(({ role, content }) => `## ${role === "user" ? "You" : "Answer"}\n\n${content}\n`);
+  const said = path(conversation).map(({ role, content, folded = [] }) => {
+    const beside = folded.map(({ name, text }) => `${name}:\n\n${text.replaceAll(/^/gm, "    ")}`);
+    return `## ${NAMES[role]}\n\n${[content, ...beside].filter(Boolean).join("\n\n")}\n`;
+  });
   return new Blob([`# ${conversation.title}\n\n${said.join("\n")}`], { type: "text/markdown" });
 }
 
