@@ -20,10 +20,16 @@ const unkept = new Map(); // id -> conversation, where the browser has no databa
 const listeners = new Set();
 const channel = new BroadcastChannel("reprise.conversations");
 let database = null;
+let started = null; // a promise
 let writing = Promise.resolve(); // one after the other
 
-/** Open the database and bring what earlier versions of the page kept into it. Before anything else is called. */
-export async function start() {
+/** Open the database and bring what earlier versions of the page kept into it, once. Before anything else is called. */
+export function start() {
+  started ??= begin();
+  return started;
+}
+
+async function begin() {
   try {
     database = await open();
     await bringOld().catch((error) => console.info("Older conversations stay where they are:", error));
@@ -96,7 +102,22 @@ export async function load(id) {
 /** "kept"; "full": the browser's storage is; "unkept": it has none for us; or "branched": another tab has changed or
  * deleted the conversation since it was read here, so this is one of its own now. */
 export function save(conversation) {
-  return inTurn(() => write(conversation));
+  return inTurn(async () => {
+    await nextTask(); // to copy a long one takes a while, and what was just drawn is to be seen
+    return write(conversation);
+  });
+}
+
+/** Unlike a timer's, such a task comes at once, also in a tab that nobody sees. */
+function nextTask() {
+  const { port1, port2 } = new MessageChannel();
+  return new Promise((resolve) => {
+    port1.onmessage = () => {
+      port1.close();
+      resolve();
+    };
+    port2.postMessage(null);
+  });
 }
 
 /** Keep what has come of an answer so far, for a tab that is closed in the middle. Other tabs do not hear of it, and a
