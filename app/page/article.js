@@ -1,6 +1,6 @@
 // One message on the page: its text, what the model thought before it, how it ended, and what can be done with it.
 
-import { copyButton, h, icon, isolated, number } from "./dom.js";
+import { copyButton, counted, h, icon, isolated, number, withUnit } from "./dom.js";
 import { GrowingText } from "./growing_text.js";
 import { strip } from "./provenance.js";
 import { Reading } from "./reading.js";
@@ -227,13 +227,13 @@ function folded({ name, text }) {
 
 function seconds(ms) {
   const all = Math.max(1, Math.round(ms / 1000));
-  return all < 120 ? `${all} s` : `${Math.floor(all / 60)} min ${all % 60} s`;
+  return all < 120 ? withUnit(all, "s") : `${withUnit(Math.floor(all / 60), "min")} ${withUnit(all % 60, "s")}`;
 }
 
 /** How an answer ended, where that is not its own end. */
 function endOf({ end, limit, content, thought, folded: beside }) {
   const where = !content && thought ? ", before it had thought to the end" : "";
-  if (end === "length") return limit ? `Ended at its limit of ${number(limit)} tokens${where}.` : `Ended where the model's window is full${where}.`;
+  if (end === "length") return limit ? `Ended at its limit of ${counted(limit, "token")}${where}.` : `Ended where the model's window is full${where}.`;
   if (end === "stopped") return `Stopped${where}.`;
   if (end === null) return `Broken off${where}.`;
   return content || beside?.length ? "" : "The answer is empty.";

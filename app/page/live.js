@@ -1,7 +1,7 @@
 // The live view: what is in which tier, what moves between them, who waits, and what the first tokens took.
 
 import { ttftChart } from "./chart.js";
-import { bytes, h, number, percent } from "./dom.js";
+import { bytes, counted, h, isolated, number, percent, withUnit } from "./dom.js";
 import { cachedTokens, insteadOf, promptTokens, roughly } from "./provenance.js";
 
 const TIERS = [
@@ -33,7 +33,7 @@ export class Live {
     panel.append(
       section("Time to the first word", "ttft", "A dot for each of the last answers, on a logarithmic scale. Long prompts take longer."),
       section("The hierarchy", "tiers", "What was read of all conversations (their KV cache) lies in these. What is full drops what is needed last."),
-      section("Conversations", "sessions", "Those used last: their blocks of 32 tokens by tier; a block may be in several."),
+      section("Conversations", "sessions", "Those used last: their blocks of 32\u00a0tokens by tier; a block may be in several."),
       section("The queue", "queue", "Requests that wait, next first."),
     );
     this.#drawTurns();
@@ -113,7 +113,7 @@ export class Live {
     const titles = this.#titles();
     const most = (session) => Math.max(1, ...Object.values(session.blocks));
     const rows = shown.map((session) => h("tr", { data: { running: session.running } },
-      h("th", { scope: "row", title: session.id }, h("span", { class: "name" }, titles.get(session.id) ?? short(session.id)), h("span", { class: "small muted" }, `${number(session.tokens)} tokens${session.running ? ", running" : ""}`)),
+      h("th", { scope: "row", title: session.id }, h("span", { class: "name" }, titles.get(session.id) ?? short(session.id)), h("span", { class: "small muted" }, `${counted(session.tokens, "token")}${session.running ? ", running" : ""}`)),
       tiers.map(({ key }) => {
         const blocks = session.blocks[key] ?? 0;
         const move = this.#moves.get(`${session.id} ${key}`);
@@ -139,10 +139,10 @@ export class Live {
     const line = h("p", { class: "small" }, `${running}${number(queue.waiting)} waiting (${queue.policy})`);
     const titles = this.#titles();
     const slots = queue.front.map((waiting) => {
-      const title = titles.get(waiting.session_id) ?? short(waiting.session_id);
+      const title = isolated(titles.get(waiting.session_id) ?? short(waiting.session_id));
       const load = waiting.bytes_to_load ? `${bytes(waiting.bytes_to_load)} to fetch` : "nothing to fetch";
       const order = Object.entries(waiting.order).map(([name, value]) => `, ${name.replaceAll("_", " ")} ${Number(value.toFixed(1))}`).join("");
-      const what = `${title}: ${load}, waits ${waiting.waiting_s.toFixed(1)} s${order}`;
+      const what = `${title}: ${load}, waits ${withUnit(waiting.waiting_s.toFixed(1), "s")}${order}`;
       const place = waiting.bytes_to_load ? 3 : waiting.hbm_tokens ? 1 : 2;
       return h("li", { class: "slot", title: what, data: { class: place, ahead: waiting.has_pages } },
         h("span", { "aria-hidden": "true" }, place), h("span", { class: "visually-hidden" }, what));

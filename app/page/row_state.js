@@ -26,11 +26,13 @@ export function timesOfEqual(entries) {
       const time = when(updated).replace("today ", "");
       const count = (taken.get(time) ?? 0) + 1;
       taken.set(time, count);
-      times.set(id, count === 1 ? time : `${time} (${count})`);
+      times.set(id, count === 1 ? time : `${time} (${count})`.trim());
     }
   }
   return times;
 }
+
+const LAST_TIME_MS = 8.64e15; // of a Date
 
 // Made once: it takes longer than to use them.
 const CLOCK = new Intl.DateTimeFormat("en", { hour: "2-digit", minute: "2-digit", hourCycle: "h23" });
@@ -38,6 +40,7 @@ const DATE = new Intl.DateTimeFormat("en", { month: "short", day: "numeric" });
 
 /** "today 14:00", "tomorrow 14:00", "Dec 4 14:00". */
 function when(time) {
+  if (!(Math.abs(time) <= LAST_TIME_MS)) return ""; // a file that was read long ago may have said so
   const days = Math.round((new Date(time).setHours(0, 0, 0, 0) - new Date().setHours(0, 0, 0, 0)) / 86_400_000);
   return `${["today", "tomorrow"][days] ?? DATE.format(time)} ${CLOCK.format(time)}`;
 }

@@ -131,7 +131,7 @@ export class Sidebar extends EventTarget {
 
   #unshownInWords(unshown) {
     const more = number(unshown);
-    return this.#query ? `Only the newest ${MAX_SHOWN} of the server were searched, not ${more} older ones.` : `The server has ${more} more; the newest ${MAX_SHOWN} are shown.`;
+    return this.#query ? `Only the newest ${MAX_SHOWN} of the server were searched, not ${unshown === 1 ? "one older one" : `${more} older ones`}.` : `The server has ${more} more; the newest ${MAX_SHOWN} are shown.`;
   }
 
   #section(name) {
@@ -250,10 +250,10 @@ export class Sidebar extends EventTarget {
   }
 
   async #searchTexts(query) {
-    const found = await store.search(query, () => query === this.#query);
-    if (query !== this.#query) return;
-    this.#inTexts = found;
-    this.draw(this.#current);
+    await store.search(query, () => query === this.#query, (found) => {
+      this.#inTexts = found;
+      this.draw(this.#current);
+    });
   }
 
   /** [[name, entries]], without empty ones. */
