@@ -26,7 +26,7 @@ export class ApiError extends Error {
 
   /** For people: what it was, and when to try again where the server says so. */
   get sentence() {
-    return this.retryAfterS ? `${this.message} It asks to wait ${this.retryAfterS} s before another try.` : this.message;
+    return this.retryAfterS ? `${this.message} It asks to wait ${this.retryAfterS}\u00a0s before another try.` : this.message;
   }
 }
 

@@ -5,12 +5,11 @@ import { apiKey, deleteSession, expectTurn, models } from "./api.js";
 import { Chat } from "./chat.js";
 import { Composer, forget as forgetDraft } from "./composer.js";
 import { icon, isolated } from "./dom.js";
+import { Feed } from "./feed.js";
+import { listed, panels, server, sidebar } from "./first_list.js";
 import { Joined } from "./joined.js";
-import { Live } from "./live.js";
 import { onDemand } from "./on_demand.js";
-import { NARROW, Panels } from "./panels.js";
-import { ServerList } from "./server_list.js";
-import { Sidebar } from "./sidebar.js";
+import { NARROW, isOpen } from "./panels.js";
 import * as store from "./store.js";
 
 const element = (id) => document.querySelector(`#${id}`);
@@ -41,12 +40,10 @@ const DELETE_PATIENCE_MS = 10_000; // for which a request that was stopped may g
 
 const chat = new Chat();
 const composer = new Composer();
-const live = new Live(() => new Map([...server.others(new Set()), ...store.list()].map(({ id, title }) => [id, title])));
+const feed = new Feed();
+let live = null; // a Live, once the live view has been opened
 let fleet = null; // a Fleet, once the server is known to be in one
-const server = new ServerList();
-const sidebar = new Sidebar(server);
 const joined = new Joined(chat, server, () => drawList());
-const panels = new Panels((name) => name === "live" && fleet?.goOn());
 
 // --- the server ---------------------------------------------------------------------------------------------------------
 
@@ -67,7 +64,7 @@ async function connect() {
       composer.ready();
       expect();
       if (!document.hidden) {
-        live.start();
+        feed.start();
         server.refresh();
         fleet?.goOn();
       }
@@ -86,6 +83,12 @@ async function connect() {
   }
 }
 
+async function watchLive() {
+  fleet?.goOn();
+  const found = live ? null : await wanted("live");
+  if (found) live ??= new found.Live(feed, () => new Map([...server.others(new Set()), ...store.list()].map(({ id, title }) => [id, title])));
+}
+
 async function watchFleet() {
   const found = await onDemand("fleet").catch(() => null); // it is asked for again, or the live view goes without
   if (!found) return;
@@ -93,28 +96,28 @@ async function watchFleet() {
   fleet.start();
 }
 
-live.addEventListener("engine", ({ detail: state }) => {
+feed.addEventListener("engine", ({ detail: state }) => {
   if (state === "ready" && chat.model) showServer("ready", chat.model);
   else showServer("waiting", state === "away" ? "no connection" : state === "loading" ? "loading the model" : state);
 });
-live.addEventListener("fleet", watchFleet, { once: true });
-live.addEventListener("key", connect);
+feed.addEventListener("fleet", watchFleet, { once: true });
+feed.addEventListener("key", connect);
 // What nobody sees, nobody has to be told: a tab in the background costs the server nothing.
 document.addEventListener("visibilitychange", () => {
   if (document.hidden) {
-    live.stop();
+    feed.stop();
     fleet?.stop();
     server.stop();
   } else {
     if (chat.model) {
-      live.start();
+      feed.start();
       server.refresh();
     }
     fleet?.goOn();
   }
 });
-live.addEventListener("sessions", ({ detail: sessions }) => server.hear(sessions));
-live.addEventListener("turn", ({ detail: turn }) => chat.hear(turn));
+feed.addEventListener("sessions", ({ detail: sessions }) => server.hear(sessions));
+feed.addEventListener("turn", ({ detail: turn }) => chat.hear(turn));
 element("open-key").addEventListener("click", async () => {
   const found = await dialogs();
   if (await found?.askKey("Sent to this server only. Leave it empty where no key is needed.")) connect();
@@ -122,7 +125,16 @@ element("open-key").addEventListener("click", async () => {
 
 // --- conversations ------------------------------------------------------------------------------------------------------
 
+let drawing = null; // the timer of a list that will be drawn
+
+/** Draw the list in a task of its own, once for all that happens until then. */
+function drawListSoon() {
+  drawing ??= setTimeout(drawList);
+}
+
 function drawList() {
+  clearTimeout(drawing);
+  drawing = null;
   const { id, title } = chat.conversation;
   sidebar.draw(id, chat.running);
   element("title").textContent = title || "New conversation";
@@ -132,7 +144,7 @@ function drawList() {
 /** Tells the server that a conversation which is opened or typed into will go on. */
 async function expect() {
   const { id, messages } = chat.conversation;
-  if (!chat.model || chat.streaming || Date.now() < (expected.get(id) ?? 0) + EXPECT_AGAIN_MS) return;
+  if (!chat.model || chat.streaming || chat.conversation.isReadOnly || Date.now() < (expected.get(id) ?? 0) + EXPECT_AGAIN_MS) return;
   if (!messages.some(({ role }) => role === "assistant")) return;
   expected.set(id, Date.now());
   if (!(await expectTurn(id))) expected.set(id, Infinity);
@@ -188,7 +200,7 @@ function fresh() {
   if (kept) {
     unbegun = conversation.id;
     conversation.options = { ...conversation.options, ...kept };
-  } else if (chat.conversation.messages.length) conversation.options = { ...chat.conversation.options };
+  } else if (chat.conversation.messages.length && !chat.conversation.isReadOnly) conversation.options = { ...chat.conversation.options };
   return conversation;
 }
 
@@ -278,7 +290,7 @@ chat.addEventListener("change", ({ detail }) => {
   composer.follow(chat.conversation);
   address.write(addressed(), false);
   composer.streaming = chat.streaming;
-  drawList();
+  drawListSoon();
   notice(NOTICES[detail.saved]);
 });
 chat.addEventListener("refused", ({ detail: { text, conversation } }) => composer.giveBack(text, conversation));
@@ -294,6 +306,7 @@ chat.addEventListener("suggest", ({ detail: text }) => composer.suggest(text));
 chat.addEventListener("error", async ({ detail: error }) => {
   if (error.status === 401) await connect();
 });
+sidebar.addEventListener("leave", () => panels.close());
 sidebar.addEventListener("open", ({ detail: id }) => showById(id, true));
 sidebar.addEventListener("remove", ({ detail: { id, title } }) => forget(id, title));
 sidebar.addEventListener("rename", async ({ detail: { id, title } }) => {
@@ -321,6 +334,7 @@ element("import-file").addEventListener("change", () => transfer("import"));
 address.onStep((id) => showById(id, false));
 element("new").addEventListener("click", () => show(fresh()));
 element("open-settings").addEventListener("click", async () => {
+  if (chat.conversation.isReadOnly) return notice("The program that has this conversation sends its own system prompt and sampling.");
   const found = await dialogs();
   const options = await found?.editOptions(chat.conversation.options, chat.sampling);
   if (!options) return;
@@ -381,9 +395,11 @@ document.addEventListener("keydown", (event) => {
 });
 
 for (const place of document.querySelectorAll("[data-icon]")) icon(place, place.dataset.icon);
-for (const button of document.querySelectorAll(".icon-button[aria-label]")) button.title = button.getAttribute("aria-label");
+for (const button of document.querySelectorAll(".top .icon-button[aria-label]")) button.title = button.getAttribute("aria-label");
 setTheme(document.documentElement.dataset.theme in THEMES ? document.documentElement.dataset.theme : "auto");
-await store.start();
+panels.opened = (name) => name === "live" && watchLive();
+if (isOpen("live")) watchLive();
+await listed();
 chat.placeOf = (id) => server.placeOf(id);
 chat.join = (...turn) => joined.join(...turn);
 await showFirst();

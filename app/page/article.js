@@ -1,6 +1,6 @@
 // One message on the page: its text, what the model thought before it, how it ended, and what can be done with it.
 
-import { copyButton, h, icon, number } from "./dom.js";
+import { copyButton, counted, h, icon, isolated, number, withUnit } from "./dom.js";
 import { GrowingText } from "./growing_text.js";
 import { strip } from "./provenance.js";
 import { Reading } from "./reading.js";
@@ -12,9 +12,11 @@ const WRITING = {
   elsewhere: "Another tab writes this answer.",
 };
 
-/** `actions`: {again, goOn, edit, fork, choose}, each called with a message or a version of it, and `isBusy()`: whether an
- * answer is written, so that nothing else can be asked. `grown()` is called when
- * the text has become longer on the page. */
+const NAMES = { user: "You", assistant: "Answer", tool: "Answer of a tool", system: "System prompt" };
+
+/** `actions`: {again, goOn, edit, fork, choose}, each called with a message or a version of it, `isBusy()`: whether an
+ * answer is written, so that nothing else can be asked, and `isReadOnly()`: whether nothing ever can. `grown()` is called
+ * when the text has become longer on the page. */
 export class Article {
   element;
   message;
@@ -37,8 +39,8 @@ export class Article {
     const mine = message.role === "user";
     this.#text.textContent = message.content;
     this.#text.classList.toggle("plain", !mine);
-    const label = h("h2", { class: "visually-hidden" }, mine ? "You" : "Answer");
-    this.element = h("article", { class: `message ${mine ? "mine" : "theirs"}`, data: { id: message.id } }, label, this.#reading.element, this.#text, this.#ending, this.#buttons);
+    const label = h("h2", { class: "visually-hidden" }, NAMES[message.role]);
+    this.element = h("article", { class: `message ${mine ? "mine" : "theirs"}`, data: { id: message.id } }, label, this.#reading.element, this.#text, (message.folded ?? []).map(folded), this.#ending, this.#buttons);
     if (message.thought) this.#drawThought(false);
   }
 
@@ -164,7 +166,7 @@ export class Article {
     this.#ending.hidden = true;
     if (message.role === "user" || (hasProblem && isLast)) return;
     const words = isWriting ? WRITING[isWriting] : endOf(message);
-    const mayGoOn = isLast && !isWriting;
+    const mayGoOn = isLast && !isWriting && !this.#actions.isReadOnly();
     if (!words && !(mayGoOn && message.end === "unknown")) return; // the server does not say how one ended: it may be a part
     this.#ending.hidden = false;
     this.#ending.append(...(words ? [h("p", {}, words)] : []), ...(mayGoOn ? this.#goOnButtons() : []));
@@ -188,7 +190,8 @@ export class Article {
   #drawButtons(isLast, isWriting, versions) {
     const { message } = this;
     const mine = message.role === "user";
-    this.#buttons.hidden = Boolean(isWriting);
+    const isReadOnly = this.#actions.isReadOnly();
+    this.#buttons.hidden = Boolean(isWriting) || (isReadOnly && !message.content);
     const said = mine ? "message" : "answer";
     const button = (name, picture, className, done) =>
       icon(h("button", { type: "button", class: `icon-button small ${className}`, "aria-label": name, title: name, on: { click: done } }), picture);
@@ -206,24 +209,32 @@ export class Article {
         h("span", { class: "small muted" }, `${number(place + 1)}/${number(versions.length)}`),
         turn(1, "Next version", "after")));
     }
-    if (mine) parts.push(button("Edit this message", "edit", "edit", () => this.edit()));
+    if (mine && !isReadOnly) parts.push(button("Edit this message", "edit", "edit", () => this.edit()));
     parts.push(copyButton(`Copy this ${said}`, "icon-button small", () => this.message.content));
-    if (!mine && isLast && this.#ending.hidden) parts.push(button("Answer again", "again", "", () => this.#actions.again()));
-    if (!mine) parts.push(button("Fork from here", "fork", "", () => this.#actions.fork(this.message)));
+    if (!mine && isLast && this.#ending.hidden && !isReadOnly) parts.push(button("Answer again", "again", "", () => this.#actions.again()));
+    if (!mine && !isReadOnly) parts.push(button("Fork from here", "fork", "", () => this.#actions.fork(this.message)));
     this.#buttons.replaceChildren(...parts);
   }
 }
 
+/** A text beside what was said: a call of a tool, or its result. */
+function folded({ name, text }) {
+  const shown = h("div", { class: "thought-text", dir: "auto", tabIndex: 0, role: "region", "aria-label": name });
+  const details = h("details", { class: "thought" }, h("summary", {}, isolated(name)), shown);
+  details.addEventListener("toggle", () => { shown.textContent = text; }, { once: true });
+  return details;
+}
+
 function seconds(ms) {
   const all = Math.max(1, Math.round(ms / 1000));
-  return all < 120 ? `${all} s` : `${Math.floor(all / 60)} min ${all % 60} s`;
+  return all < 120 ? withUnit(all, "s") : `${withUnit(Math.floor(all / 60), "min")} ${withUnit(all % 60, "s")}`;
 }
 
 /** How an answer ended, where that is not its own end. */
-function endOf({ end, limit, content, thought }) {
+function endOf({ end, limit, content, thought, folded: beside }) {
   const where = !content && thought ? ", before it had thought to the end" : "";
-  if (end === "length") return limit ? `Ended at its limit of ${number(limit)} tokens${where}.` : `Ended where the model's window is full${where}.`;
+  if (end === "length") return limit ? `Ended at its limit of ${counted(limit, "token")}${where}.` : `Ended where the model's window is full${where}.`;
   if (end === "stopped") return `Stopped${where}.`;
   if (end === null) return `Broken off${where}.`;
-  return content ? "" : "The answer is empty.";
+  return content || beside?.length ? "" : "The answer is empty.";
 }

@@ -4,7 +4,7 @@ const NEAR = "1000px"; // so close to what is seen, a message is drawn at once
 const SLICE_MS = 8; // of drawing at a time, where the browser does not say how long it is idle
 const LEAST_IDLE_MS = 4;
 
-const idle = globalThis.requestIdleCallback ?? ((work) => setTimeout(() => {
+export const idle = globalThis.requestIdleCallback ?? ((work) => setTimeout(() => {
   const until = performance.now() + SLICE_MS;
   work({ timeRemaining: () => until - performance.now() });
 }, 50));

@@ -1,19 +1,30 @@
 // Brings a conversation that the server keeps into this browser, or what was said in it elsewhere.
 
-import { listMessages } from "./api.js";
+import { ApiError, askFor, listMessages } from "./api.js";
 import { graft, graftBefore } from "./graft.js";
 import { path } from "./message_tree.js";
+import { onDemand } from "./on_demand.js";
 import * as store from "./store.js";
 
 const MAX_PAGES = 100; // of at most 1,000 messages or 4 MiB each
-const PATIENCE_MS = 2000; // for which a turn waits to hear what was said elsewhere
+const PATIENCE_MS = 2000; // for which a turn waits to hear what was said elsewhere, and for a request that was just stopped to end
+const BUSY_AGAIN_MS = 200;
 const TAIL = 2; // messages at the end that tell whether a conversation went on elsewhere: every turn sends all that were before
 
 /** A conversation out of what the server keeps of it, which is not in this browser yet. `row`: what the list says of it,
- * or undefined. Throws ApiError, or Error with a sentence for people if the page cannot go on with it. */
+ * or undefined. One in which a program called tools is `isReadOnly`, and stays in the server alone. Throws ApiError, or Error
+ * with a sentence for people if the page cannot show it. */
 export async function bring(id, row) {
-  const { system, messages } = asSaid(await all(id));
-  const conversation = { ...store.create(), id, title: row?.title ?? "", updated: row?.updated ?? Date.now(), revision: 1 };
+  const list = await all(id);
+  const common = { ...store.create(), id, title: row?.title ?? "", updated: row?.updated ?? Date.now() };
+  if (!isChat(list)) {
+    const { programsWork } = await onDemand("programs_work");
+    const shown = { ...common, ...programsWork(list), isReadOnly: true };
+    shown.title ||= store.titleOf(shown);
+    return shown;
+  }
+  const { system, messages } = asSaid(list);
+  const conversation = { ...common, revision: 1 };
   conversation.options.system = system;
   graft(conversation, messages);
   conversation.title ||= store.titleOf(conversation);
@@ -21,27 +32,32 @@ export async function bring(id, row) {
   return (await store.load(id)) ?? conversation;
 }
 
-/** Add to a conversation what was said in it elsewhere: below what is shown here, or as versions. Returns whether something
- * was added. Fails silently: it is shown as it is here. */
-export async function catchUp(conversation) {
+/** Add to a conversation what was said in it elsewhere: below what is shown here, or as versions. `row`: as of `bring`.
+ * Returns the conversation as it is then, or null if nothing was added. Fails silently: it is shown as it is here. */
+export async function catchUp(conversation, row) {
   const { id, revision } = conversation;
   try {
+    if (conversation.isReadOnly) return await bring(id, row);
     const messages = await saidElsewhere(conversation);
     const now = await store.load(id);
-    if (!messages || now?.revision !== revision) return false;
+    if (!messages || now?.revision !== revision) return null;
     const { head } = now;
-    if (!graft(now, messages)) return false;
+    if (!graft(now, messages)) return null;
     if (!path(now).some((message) => message.id === head)) now.head = head; // it goes on from elsewhere: another version
-    return (await store.save(now)) === "kept";
+    return (await store.save(now)) === "kept" ? now : null;
   } catch {
-    return false;
+    return null;
   }
 }
 
 /** Add to a conversation, just before a turn is sent, what another device has said in it. `answer`: the one to be written;
- * `question`: the message that was just written, or null. Returns whether the server has something else. Throws as `bring`
- * does, and if the server does not say it in time. */
-export async function joinTurn(conversation, answer, question, signal) {
+ * `question`: the message that was just written, or null; `mayBeBusy`: whether the server was last heard to answer in it.
+ * Returns whether the server has something else. Throws as `bring` does, if the server does not say it in time, and ApiError
+ * "elsewhere" while another device's turn is answered, which this one would write over. */
+export async function joinTurn(conversation, answer, question, { signal, mayBeBusy }) {
+  if (mayBeBusy && (await isBusy(conversation.id, signal))) {
+    throw new ApiError(409, "Another device writes an answer in this conversation. Go on when it is there.", "elsewhere", null);
+  }
   const head = question ? question.parent : answer.content ? answer.id : answer.parent;
   const inTime = AbortSignal.any([signal, AbortSignal.timeout(PATIENCE_MS)]);
   const chain = await saidElsewhere(conversation, path({ ...conversation, head }), inTime);
@@ -55,6 +71,15 @@ export async function joinTurn(conversation, answer, question, signal) {
   return true;
 }
 
+/** Whether the server still answers a request of a conversation. One that was just stopped takes a moment to end. */
+async function isBusy(id, signal) {
+  for (const until = Date.now() + PATIENCE_MS; ; ) {
+    const { running } = await askFor(`/v1/sessions/${encodeURIComponent(id)}`, signal);
+    if (!running || Date.now() > until) return running;
+    await new Promise((resolve) => setTimeout(resolve, BUSY_AGAIN_MS));
+  }
+}
+
 /** The chain of messages that the server has of a conversation, or null where it ends as what is shown here does.
  * Throws as `bring` does. */
 async function saidElsewhere(conversation, shown = path(conversation), signal) {
@@ -65,7 +90,9 @@ async function saidElsewhere(conversation, shown = path(conversation), signal) {
     const isSame = ({ role, content }, place) => role === data[place].role && content.trim() === asText(data[place].content).trim();
     if (!more && data.length === TAIL && said.slice(-TAIL).every(isSame)) return null;
   }
-  return asSaid(await all(conversation.id, signal)).messages;
+  const list = await all(conversation.id, signal);
+  if (!isChat(list)) throw new ApiError(409, "A program has gone on with this conversation and called tools in it. Only it can go on.", "elsewhere", null);
+  return asSaid(list).messages;
 }
 
 async function all(id, signal) {
@@ -80,21 +107,28 @@ async function all(id, signal) {
   throw new Error("It is too long for this page.");
 }
 
-/** {system, messages} of the server's list. */
+const isSystem = (message) => message?.role === "system" || message?.role === "developer";
+
+/** Whether the page can go on with a conversation: no tools were called in it, and it has one system prompt at most. */
+function isChat(list) {
+  const said = list.slice(isSystem(list[0]) ? 1 : 0);
+  return said.every(({ role, tool_calls: calls }) => role === "user" || (role === "assistant" && !calls?.length));
+}
+
+/** {system, messages} of the server's list, in which no tools were called. */
 function asSaid(list) {
   const [first] = list;
-  const hasSystem = first?.role === "system" || first?.role === "developer";
-  const messages = list.slice(hasSystem ? 1 : 0).map(({ role, content, tool_calls: calls, reasoning_content: thought }) => {
+  const hasSystem = isSystem(first);
+  const messages = list.slice(hasSystem ? 1 : 0).map(({ role, content, reasoning_content: thought }) => {
     const text = asText(content);
     if (role === "user") return { role, content: text };
-    if (role !== "assistant" || calls?.length) throw new Error("It has calls of tools or more than one system prompt, which this page does not show.");
     return { role, content: text, thought: asText(thought), thought_ms: null, report: null, end: "unknown", limit: null };
   });
   if (!messages.length) throw new Error("The server keeps no messages of it.");
   return { system: hasSystem ? asText(first.content) : "", messages };
 }
 
-function asText(content) {
+export function asText(content) {
   if (Array.isArray(content)) return content.map((part) => part?.text ?? "").join("");
   return typeof content === "string" ? content : "";
 }

@@ -1,6 +1,6 @@
 // Time to first token over the last answers: a dot each, coloured and shaped by where most of its history came from.
 
-import { h, milliseconds, s } from "./dom.js";
+import { counted, h, milliseconds, s, withUnit } from "./dom.js";
 import { SOURCES, mainSource } from "./provenance.js";
 
 const WIDTH = 340;
@@ -34,7 +34,7 @@ export function ttftChart(turns) {
   const picture = s("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, class: "chart", role: "img", "aria-label": summary(shown) });
   for (const ms of [1, 10, 100, 1000, 10_000, 100_000]) {
     if (Math.log10(ms) < low || Math.log10(ms) > high) continue;
-    const label = s("text", { x: LEFT - 6, y: y(ms) + 3.5, "text-anchor": "end" }, ms < 1000 ? `${ms} ms` : `${ms / 1000} s`);
+    const label = s("text", { x: LEFT - 6, y: y(ms) + 3.5, "text-anchor": "end" }, ms < 1000 ? withUnit(ms, "ms") : withUnit(ms / 1000, "s"));
     picture.append(s("line", { x1: LEFT, x2: WIDTH - 2, y1: y(ms), y2: y(ms), class: "grid" }), label);
   }
   picture.append(s("text", { x: WIDTH - 4, y: HEIGHT - 3, "text-anchor": "end" }, "latest answer"));
@@ -58,5 +58,5 @@ export function ttftChart(turns) {
 function summary(turns) {
   const times = turns.map((turn) => turn.ttft_ms);
   const remembered = turns.filter((turn) => mainSource(turn.tokens) !== "computed").length;
-  return `Time to the first word of the last ${turns.length} answers: ${milliseconds(Math.min(...times))} to ${milliseconds(Math.max(...times))}; in ${remembered} of them most was remembered`;
+  return `Time to the first word of the last ${counted(turns.length, "answer")}: ${milliseconds(Math.min(...times))} to ${milliseconds(Math.max(...times))}; in ${remembered} of them most was remembered`;
 }

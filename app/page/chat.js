@@ -13,11 +13,13 @@ import { isWrittenElsewhere, replyWith } from "./writers.js";
 const KEEP_MS = 1000; // between two looks at an answer that grows, by which it is kept should the tab be closed
 const MAX_RUNNING = 3; // answers at once: each holds one of the six connections that a browser has to a server
 const REFUSED = new Set([400, 413, 422]); // however often it is sent
+const READ_ONLY = "A program that calls tools has this conversation. It can be read here, but only the program can go on with it.";
+const ANOTHER_TAB = "Another tab writes an answer in this conversation. Go on when it is there, or stop it in that tab.";
 
 const announcement = document.querySelector("#announce");
 
 /** Events: `change` after every message, `error` with an ApiError the page has to act upon, `refused` with the text of a
- * message that the server will never take and its conversation, `suggest` with a text, `fork` with a message. */
+ * message that was not taken and its conversation, `suggest` with a text, `fork` with a message. */
 export class Chat extends EventTarget {
   #conversation = store.create();
   // {conversation, answer, abort, state, progress, idle_ms, done} of each answer that is written, the oldest first. idle_ms: for
@@ -33,6 +35,7 @@ export class Chat extends EventTarget {
     fork: (message) => this.#tell("fork", message),
     choose: (message) => this.#choose(message),
     isBusy: () => this.streaming,
+    isReadOnly: () => Boolean(this.#conversation.isReadOnly),
     suggest: (text) => this.#tell("suggest", text),
   });
   placeOf = () => null; // where what was read of a conversation lies, by its id
@@ -112,28 +115,49 @@ export class Chat extends EventTarget {
   }
 
   async send(text) {
-    if (this.streaming) return;
-    const conversation = this.#conversation;
-    await this.#ask(tree.add(conversation, conversation.head, { role: "user", content: text }));
+    await this.#goOnWith(text, (conversation) => {
+      dropEmpty(conversation);
+      return this.#ask(tree.add(conversation, conversation.head, { role: "user", content: text }));
+    });
   }
 
   /** Say something else in the place of a message. What was said there before stays as another version. */
   async edit(message, text) {
-    if (this.streaming) return;
-    await this.#ask(tree.add(this.#conversation, message.parent, { role: "user", content: text }));
+    await this.#goOnWith(text, (conversation) => this.#ask(tree.add(conversation, message.parent, { role: "user", content: text })));
   }
 
   /** Answer the last question once more, beside the answer that there is: everything before stays cached. */
   async again() {
-    if (this.streaming) return;
-    const question = tree.path(this.#conversation).findLast(({ role }) => role === "user");
-    await this.#write(this.#newAnswer(question), null);
+    await this.#goOnWith(null, (conversation) => {
+      dropEmpty(conversation);
+      const question = tree.path(conversation).findLast(({ role }) => role === "user");
+      return this.#write(this.#newAnswer(question), null);
+    });
   }
 
   /** Let the last answer go on where it ended. */
   async goOn() {
-    const last = tree.path(this.#conversation).at(-1);
-    if (!this.streaming && last?.role === "assistant") await this.#write(last, null);
+    await this.#goOnWith(null, async (conversation) => {
+      const last = tree.path(conversation).at(-1);
+      if (last?.role === "assistant") await this.#write(last, null);
+    });
+  }
+
+  /** `work(conversation)` on the one that is open, unless an answer is written in it. If another tab writes it or it can only
+   * be read, that is said, and `text`, what was to be sent or null, goes back to the composer. */
+  async #goOnWith(text, work) {
+    if (this.streaming) return;
+    const conversation = this.#conversation;
+    const written = [tree.path(conversation).at(-1), conversation.messages.at(-1)].some(isUnfinished);
+    const why = conversation.isReadOnly ? READ_ONLY : written && (await isWrittenElsewhere(conversation.id)) ? ANOTHER_TAB : null;
+    const isOpen = conversation.id === this.#conversation.id && !this.streaming; // else another one was opened meanwhile
+    if (!why && isOpen) return work(this.#conversation);
+    if (isOpen) {
+      this.#refusal = why;
+      this.#draw();
+      this.#thread.toEnd();
+    }
+    if (text !== null) this.#tell("refused", { text, conversation });
   }
 
   /** The ids of the conversations in which an answer is written here. */
@@ -142,17 +166,18 @@ export class Chat extends EventTarget {
   }
 
   editLast() {
-    return !this.streaming && this.#thread.editLast();
+    return !this.streaming && !this.#conversation.isReadOnly && this.#thread.editLast();
   }
 
   #choose(message) {
-    if (this.streaming) return;
-    tree.choose(this.#conversation, message);
-    delete this.#conversation.problem;
-    this.#refusal = null;
-    this.#draw();
-    this.#thread.focusVersions(message);
-    this.#keep(this.#conversation);
+    return this.#goOnWith(null, (conversation) => {
+      tree.choose(conversation, message);
+      delete conversation.problem;
+      this.#refusal = null;
+      this.#draw();
+      this.#thread.focusVersions(message);
+      return this.#keep(conversation);
+    });
   }
 
   async #ask(question) {
@@ -194,8 +219,8 @@ export class Chat extends EventTarget {
       keptAt = Date.now();
       store.saveProgress(conversation);
     };
-    await this.#join(writing, question);
     try {
+      await this.#join(writing, question);
       await followAnswer(answer, () => this.#body(conversation, answer), { signal: abort.signal, told });
     } catch (error) {
       if (abort.signal.aborted) answer.end = "stopped";
@@ -206,7 +231,7 @@ export class Chat extends EventTarget {
     if (!answer.report && early) answer.report = { tokens: tokensOf(early), ttft_ms: early.ttft_ms, saved_ms: early.saved_ms ?? null };
     if (answer.report) answer.report.idle_ms = writing.idle_ms;
     delete answer.request_id;
-    const refused = failure !== null && question !== null && REFUSED.has(failure.status) && !answer.content;
+    const refused = failure !== null && question !== null && (REFUSED.has(failure.status) || failure.code === "elsewhere") && !answer.content;
     if ((failure || answer.end === "stopped") && !answer.content && !answer.thought) tree.drop(conversation, answer);
     if (refused) this.#takeBack(conversation, question); // else it would spoil all that is said later
     else if (failure) conversation.problem = failure.sentence;
@@ -281,6 +306,14 @@ export class Chat extends EventTarget {
   #tell(type, detail) {
     this.dispatchEvent(new CustomEvent(type, { detail }));
   }
+}
+
+const isUnfinished = (message) => message?.role === "assistant" && message.end === null;
+
+/** Take an answer away that was broken off before its first word: it says nothing once something else is said after it. */
+function dropEmpty(conversation) {
+  const last = tree.path(conversation).at(-1);
+  if (isUnfinished(last) && !last.content && !last.thought) tree.drop(conversation, last);
 }
 
 function asSent({ role, content, thought }) {

@@ -1,6 +1,7 @@
 // Code -> nodes with colours, by Prism's rules. A language is loaded when the first code in it is seen.
 
 import { h } from "./dom.js";
+import { onDemand } from "./on_demand.js";
 
 // Each language and those that its rules build upon. Markdown is not among them: 20 kB of empty lines took Prism 1.5 s.
 const NEEDS = {
@@ -34,7 +35,7 @@ export async function coloured(name, text) {
   const known = name.toLowerCase();
   const language = NAMES[known] ?? known;
   if (!Object.hasOwn(NEEDS, language)) return null;
-  core ??= loadCore();
+  core ??= loadCore().catch(fails(() => { core = null; }));
   const prism = await core;
   await load(language);
   return nodes(prism.tokenize(text, prism.languages[language]));
@@ -44,19 +45,28 @@ export async function coloured(name, text) {
 async function loadCore() {
   globalThis.Prism = { manual: true, disableWorkerMessageHandler: true };
   globalThis.global = globalThis;
-  await import("./vendor/prism/prism-core.js");
+  await onDemand("vendor/prism/prism-core");
   delete globalThis.global;
   return globalThis.Prism;
 }
 
 function load(language) {
   if (!loading.has(language)) {
-    loading.set(language, (async () => {
+    const loaded = (async () => {
       for (const needed of NEEDS[language]) await load(needed);
-      await import(`./vendor/prism/prism-${language}.js`);
-    })());
+      await onDemand(`vendor/prism/prism-${language}`);
+    })();
+    loading.set(language, loaded.catch(fails(() => loading.delete(language))));
   }
   return loading.get(language);
+}
+
+/** What could not be fetched is asked for again the next time: `forget()` what there is of it, and throw on. */
+function fails(forget) {
+  return (error) => {
+    forget();
+    throw error;
+  };
 }
 
 function nodes(tokens, colour = null) {

@@ -2,12 +2,15 @@
 
 const DRAFT = "reprise.draft.";
 const NEW = "new"; // the draft of a conversation that has not begun
-const MAX_DRAFT_CHARS = 100_000;
+const MAX_DRAFT_CHARS = 2_000_000; // of the five million that localStorage has; a longer one is gone with the tab
+const LONG_DRAFT_CHARS = 100_000; // a longer one is kept when the typing pauses
+const PAUSE_MS = 1000;
 const MAX_HEIGHT_PX = 220;
 const COMPOSING = 229; // the key code of an Enter that ends a composition in Safari, which says isComposing no more
 
 const element = (id) => document.querySelector(`#${id}`);
 const message = element("message");
+const unkept = new Map(); // key -> a draft that localStorage has no room for
 
 /** Events: `send` with a text, `stop`, `typing`, `previous` when the last message is to be edited, `files` when some were
  * pasted or dropped that are no text. */
@@ -15,6 +18,7 @@ export class Composer extends EventTarget {
   #key = NEW;
   #streaming = false;
   #isReady = false;
+  #timer = null; // until a long draft is kept
   #queued = false; // whether the text is sent as soon as the model is there
 
   constructor() {
@@ -31,6 +35,7 @@ export class Composer extends EventTarget {
       event.preventDefault();
       this.#submit();
     });
+    addEventListener("pagehide", () => this.#keepNow());
     element("stop").addEventListener("click", () => this.dispatchEvent(new Event("stop")));
     element("unqueue").addEventListener("click", () => this.unqueue());
   }
@@ -40,14 +45,16 @@ export class Composer extends EventTarget {
     const key = keyOf(conversation);
     if (key === this.#key && message.value) return;
     this.unqueue();
+    this.#keepNow();
     this.#key = key;
-    message.value = localStorage.getItem(DRAFT + key) ?? "";
+    message.value = draftOf(key);
     fit();
   }
 
   /** The conversation that is open is gone: what is written begins the next one. */
   moveOn() {
     const text = message.value;
+    this.#keepNow();
     message.value = "";
     forget(this.#key);
     if (text.trim()) this.giveBack(text, { messages: [] });
@@ -57,6 +64,7 @@ export class Composer extends EventTarget {
   follow(conversation) {
     const key = keyOf(conversation);
     if (key === this.#key) return;
+    this.#keepNow();
     forget(this.#key);
     this.#key = key;
     keep(key, message.value);
@@ -65,7 +73,7 @@ export class Composer extends EventTarget {
   /** Put a text into the field of a conversation, before what is there. */
   giveBack(text, conversation) {
     const key = conversation.id === this.#key ? this.#key : keyOf(conversation);
-    const there = key === this.#key ? message.value : (localStorage.getItem(DRAFT + key) ?? "");
+    const there = key === this.#key ? message.value : draftOf(key);
     const whole = there.trim() ? `${text}\n${there}` : text;
     keep(key, whole);
     if (key !== this.#key) return;
@@ -134,6 +142,13 @@ export class Composer extends EventTarget {
     this.dispatchEvent(new CustomEvent("send", { detail: text }));
   }
 
+  #keepNow() {
+    if (this.#timer === null) return;
+    clearTimeout(this.#timer);
+    this.#timer = null;
+    keep(this.#key, message.value);
+  }
+
   #queue(value) {
     this.#queued = value;
     element("queued").hidden = !value;
@@ -141,9 +156,15 @@ export class Composer extends EventTarget {
 
   #changed() {
     fit();
-    keep(this.#key, message.value);
+    clearTimeout(this.#timer);
+    this.#timer = setTimeout(() => this.#keepNow(), PAUSE_MS);
+    if (message.value.length <= LONG_DRAFT_CHARS) this.#keepNow();
     if (this.#queued && !message.value.trim()) this.unqueue();
   }
+}
+
+function draftOf(key) {
+  return unkept.get(key) ?? localStorage.getItem(DRAFT + key) ?? "";
 }
 
 function keyOf({ id, messages }) {
@@ -151,14 +172,19 @@ function keyOf({ id, messages }) {
 }
 
 function keep(key, text) {
+  forget(key);
+  if (!text.trim()) return;
   try {
-    if (text.trim() && text.length <= MAX_DRAFT_CHARS) localStorage.setItem(DRAFT + key, text);
-    else forget(key);
-  } catch {} // the storage is full; a draft is not worth a word
+    if (text.length > MAX_DRAFT_CHARS) throw new RangeError("It is too long.");
+    localStorage.setItem(DRAFT + key, text);
+  } catch {
+    unkept.set(key, text); // the storage is full; it is not worth a word
+  }
 }
 
 /** A conversation is gone, and what was begun in it too. */
 export function forget(id) {
+  unkept.delete(id);
   localStorage.removeItem(DRAFT + id);
 }
 

@@ -97,6 +97,9 @@ async function copy(text) {
   }
 }
 
+/** A number and what it counts, between which no line ends. */
+export const withUnit = (value, unit) => `${value}\u00a0${unit}`;
+
 const UNITS = ["B", "KiB", "MiB", "GiB", "TiB"];
 
 export function bytes(count) {
@@ -105,15 +108,18 @@ export function bytes(count) {
     count /= 1024;
     unit += 1;
   }
-  return `${count < 10 && unit ? count.toFixed(1) : Math.round(count)} ${UNITS[unit]}`;
+  return withUnit(count < 10 && unit ? count.toFixed(1) : Math.round(count), UNITS[unit]);
 }
 
 export function milliseconds(ms) {
   if (ms === null || ms === undefined) return "–";
-  if (ms < 10) return `${ms.toFixed(1)} ms`;
-  return ms < 1000 ? `${Math.round(ms)} ms` : `${(ms / 1000).toFixed(ms < 10000 ? 2 : 1)} s`;
+  if (ms < 10) return withUnit(ms.toFixed(1), "ms");
+  return ms < 1000 ? withUnit(Math.round(ms), "ms") : withUnit((ms / 1000).toFixed(ms < 10000 ? 2 : 1), "s");
 }
 
 const GROUPED = new Intl.NumberFormat("en"); // made once: it takes longer than to use it
 export const number = (value) => GROUPED.format(value);
-export const percent = (part, whole) => (whole ? `${Math.round((100 * part) / whole)} %` : "0 %");
+export const percent = (part, whole) => withUnit(whole ? Math.round((100 * part) / whole) : 0, "%");
+
+/** "1 token", "2 tokens". */
+export const counted = (count, noun) => withUnit(number(count), count === 1 ? noun : `${noun}s`);

@@ -1,7 +1,7 @@
 // The fleet, where the page is served by a gateway or a replica: its servers, their tiers, and what became of turns.
 
 import { fleet } from "./api.js";
-import { bytes, h, milliseconds, number, percent } from "./dom.js";
+import { bytes, counted, h, milliseconds, number, percent, withUnit } from "./dom.js";
 
 const PERIOD_MS = 2000;
 const CHANGED_MS = 4000; // how long a count stays marked after it has grown
@@ -71,9 +71,9 @@ export class Fleet {
       away,
       h("div", { class: "tiles" },
         tile(`${number(states.ready ?? 0)} of ${number(all)}`, "take turns"),
-        gateway && this.#tile("moves", gateway.moves, "turns left their home", MOVES),
-        gateway && this.#tile("resumes", { done: gateway.resumes.done }, "answers went on elsewhere"),
-        gateway?.resumes.lost ? this.#tile("lost", { lost: gateway.resumes.lost }, "answers broke off") : null),
+        gateway && this.#tile("moves", gateway.moves, ["turn left its home", "turns left their home"], MOVES),
+        gateway && this.#tile("resumes", { done: gateway.resumes.done }, ["answer went on elsewhere", "answers went on elsewhere"]),
+        gateway?.resumes.lost ? this.#tile("lost", { lost: gateway.resumes.lost }, ["answer broke off", "answers broke off"]) : null),
       gateway ? h("p", { class: "small" }, routes(gateway.routes)) : null,
       kv ? meter("redis", "Redis", "KV for all servers", kv.used_bytes, kv.budget_bytes) : null,
       list,
@@ -81,15 +81,16 @@ export class Fleet {
     );
   }
 
-  /** A tile with the sum of counts, marked for a while after it has grown. `reasons`: label -> words. */
-  #tile(name, counts, what, reasons = {}) {
+  /** A tile with the sum of counts, marked for a while after it has grown. `what`: the words for one and for
+   * several; `reasons`: label -> words. */
+  #tile(name, counts, [one, several], reasons = {}) {
     const sum = Object.values(counts).reduce((all, count) => all + count, 0);
     const known = this.#counts.get(name);
     const grown = known !== undefined && sum > known.sum;
     if (known === undefined || sum !== known.sum) this.#counts.set(name, { sum, at: grown ? Date.now() : 0 });
     const isNew = Date.now() - this.#counts.get(name).at < CHANGED_MS;
     const why = Object.entries(reasons).filter(([label]) => counts[label]).map(([label, words]) => `${number(counts[label])}: ${words}`);
-    return tile(number(sum), what, { title: why.join(", ") || null, data: { changed: isNew } });
+    return tile(number(sum), sum === 1 ? one : several, { title: why.join(", ") || null, data: { changed: isNew } });
   }
 }
 
@@ -120,12 +121,12 @@ function bar(key, label, used, capacity, thin = "") {
 
 function replica(one) {
   const state = one.silent ? "silent" : one.drained && one.state === "ready" ? "draining" : one.state;
-  const facts = [`${number(one.sessions)} conversation${one.sessions === 1 ? "" : "s"}`];
+  const facts = [counted(one.sessions, "conversation")];
   if (one.silent) facts.push("as it last said");
   else facts.push(`${number(one.running)} running`);
   if (!one.silent && one.waiting) facts.push(`${number(one.waiting)} waiting`);
   if (one.wait_s !== null) facts.push(one.wait_s < 0.001 ? "no wait" : `wait ${milliseconds(one.wait_s * 1000)}`);
-  if (one.busy !== null) facts.push(`${Math.round(100 * one.busy)} % busy`);
+  if (one.busy !== null) facts.push(`${withUnit(Math.round(100 * one.busy), "%")} busy`);
   const tiers = TIERS.filter(([key]) => one.tiers[key]?.capacity_bytes).map(([key, label]) => {
     const { used_bytes: used, capacity_bytes: capacity } = one.tiers[key];
     return h("div", {}, h("span", { class: "small muted" }, `${label} ${percent(used, capacity)}`), bar(key, `${one.replica}: ${label} in use`, used, capacity, "thin"));

@@ -24,16 +24,19 @@ export class Joined {
     if (!row?.count || this.#chat.streaming || this.#seen.get(row.id) === row.updated) return;
     this.#seen.set(row.id, row.updated);
     const found = await onDemand("bring").catch(() => null); // it is looked at again when the list is another one
-    if (!(await found?.catchUp(conversation)) || this.#chat.conversation !== conversation || this.#chat.streaming) return;
-    this.#chat.replace(await store.load(row.id));
+    const now = await found?.catchUp(conversation, row);
+    if (!now || this.#chat.conversation !== conversation || this.#chat.streaming) return;
+    this.#chat.replace(now);
     this.#changed();
   }
 
   /** As `joinTurn`. What a turn writes over that did not hear of it in time is joined later, in the browser that said it. */
   async join(conversation, answer, question, signal) {
     try {
-      return await (await onDemand("bring")).joinTurn(conversation, answer, question, signal);
-    } catch {
+      const mayBeBusy = this.#server.get(conversation.id)?.running;
+      return await (await onDemand("bring")).joinTurn(conversation, answer, question, { signal, mayBeBusy });
+    } catch (error) {
+      if (error.code === "elsewhere") throw error;
       return false;
     }
   }

@@ -1,6 +1,10 @@
 // Formulas and the colours of code. They stand on the page as plain text at first; what draws them is loaded when the
 // first of them comes.
 
+import { h } from "./dom.js";
+import { onDemand } from "./on_demand.js";
+
+const AGAIN_MS = 5000; // after which what could not be fetched is asked for again
 const NEAR = "300px"; // so close to what is seen, code gets its colours
 // Of code that gets colours. The rules of some languages take quadratic time in a line: 20,000 times "a" took 5 s.
 const MAX_CODE_CHARS = 20_000;
@@ -9,8 +13,11 @@ const LONG_LINE = /[^\n]{1000}/;
 const sources = new WeakMap(); // element -> {kind: "code", language, text} or {kind: "formula", isDisplay, text}
 const drawn = new WeakSet(); // elements that are no longer plain text, or are to stay that
 const waiting = new Set(); // formulas whose module is on its way
+const uncoloured = new Set(); // codes whose colours could not be fetched
+const note = h("p", { class: "small muted", role: "status" }); // below the text in which something could not be drawn
 let typeset = null; // once it is there
 let watcher = null;
+let retry = null; // the timer of the next try
 
 /** Remember what an element was made from, to draw it later. Returns the element. */
 export function mark(element, source) {
@@ -34,15 +41,32 @@ export function drawLate(root, open = null) {
   }
 }
 
+/** Say that something is not drawn because it cannot be fetched, and try again after a while, as long as it is there. */
+function putOff(element) {
+  note.textContent = "Formulas or the colours of code cannot be fetched now. They come when the server is there again.";
+  element.closest(".text")?.after(note);
+  retry ??= setTimeout(() => {
+    retry = null;
+    for (const place of [...waiting]) if (!place.isConnected) waiting.delete(place);
+    const codes = [...uncoloured].filter((code) => code.isConnected);
+    uncoloured.clear();
+    if (!waiting.size && !codes.length) return note.remove();
+    if (waiting.size) drawFormulas();
+    for (const code of codes) watch(code);
+  }, AGAIN_MS);
+}
+
 async function drawFormulas() {
+  if (retry !== null) return;
   if (!typeset) {
     try {
-      ({ typeset } = await import("./math.js"));
-    } catch (error) {
-      console.info("Formulas stay as they are:", error);
-      return;
+      ({ typeset } = await onDemand("math"));
+    } catch {
+      const [place] = waiting;
+      return place && putOff(place);
     }
   }
+  if (!uncoloured.size) note.remove();
   for (const place of waiting) {
     const { text, isDisplay } = sources.get(place);
     drawn.add(place);
@@ -65,13 +89,15 @@ async function colour(code) {
   watcher.unobserve(code);
   const source = sources.get(code);
   try {
-    const { coloured } = await import("./code_colours.js");
+    const { coloured } = await onDemand("code_colours");
     const nodes = await coloured(source.language, source.text);
+    if (!waiting.size && !uncoloured.size) note.remove();
     if (drawn.has(code) || sources.get(code) !== source) return;
     drawn.add(code);
     if (nodes) keepingSelection(code, () => code.replaceChildren(...nodes));
-  } catch (error) {
-    console.info("Code stays without colours:", error);
+  } catch {
+    uncoloured.add(code);
+    putOff(code);
   }
 }
 

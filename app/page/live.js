@@ -1,9 +1,8 @@
 // The live view: what is in which tier, what moves between them, who waits, and what the first tokens took.
 
-import { liveEvents } from "./api.js";
 import { ttftChart } from "./chart.js";
-import { bytes, h, number, percent } from "./dom.js";
-import { cachedTokens, insteadOf, promptTokens, roughly, tokensOf } from "./provenance.js";
+import { bytes, counted, h, isolated, number, percent, withUnit } from "./dom.js";
+import { cachedTokens, insteadOf, promptTokens, roughly } from "./provenance.js";
 
 const TIERS = [
   { key: "hbm", label: "Device", what: "ready for use (HBM)" },
@@ -11,85 +10,45 @@ const TIERS = [
   { key: "disk", label: "Disk", what: "survives a restart" },
   { key: "redis", label: "Redis", what: "shared with other servers" },
 ];
-const MAX_TURNS = 240;
 const MOVED_MS = 4000; // how long a move stays marked
-const RETRY_MS = [500, 1000, 2000, 5000];
 
 const panel = document.querySelector("#live");
 
-/** Events: `turn` for every answer's first token, `engine` with the engine's state or "away", `sessions` with
- * those used last, `key` when one is wanted, `fleet`
- * while the server is one of a fleet's. */
-export class Live extends EventTarget {
-  #turns = [];
+document.head.append(h("link", { rel: "stylesheet", href: "/page/live.css" }));
+
+/** Draws what a Feed tells into the panel. Loaded when that is opened first. */
+export class Live {
+  #feed;
   #before = null; // the state before this one
   #moves = new Map(); // "session tier" -> {bytes, until}
-  #abort = null;
   #titles;
   #parts;
 
   /** `titles()`: session id -> title of the conversations that this browser knows. */
-  constructor(titles) {
-    super();
+  constructor(feed, titles) {
+    this.#feed = feed;
     this.#titles = titles;
     this.#parts = Object.fromEntries(["ttft", "tiers", "sessions", "queue"].map((name) => [name, h("div", { data: { part: name } })]));
     const section = (title, name, hint) => h("section", {}, h("h2", {}, title), h("p", { class: "small muted" }, hint), this.#parts[name]);
     panel.append(
       section("Time to the first word", "ttft", "A dot for each of the last answers, on a logarithmic scale. Long prompts take longer."),
       section("The hierarchy", "tiers", "What was read of all conversations (their KV cache) lies in these. What is full drops what is needed last."),
-      section("Conversations", "sessions", "Those used last: their blocks of 32 tokens by tier; a block may be in several."),
+      section("Conversations", "sessions", "Those used last: their blocks of 32\u00a0tokens by tier; a block may be in several."),
       section("The queue", "queue", "Requests that wait, next first."),
     );
     this.#drawTurns();
+    if (feed.state) this.#show(feed.state);
+    if (feed.refusal) this.#refuse();
+    feed.addEventListener("turns", () => this.#drawTurns());
+    feed.addEventListener("state", ({ detail: state }) => this.#show(state));
+    feed.addEventListener("refusal", () => this.#refuse());
   }
 
-  /** Watch until `stop`, through restarts of the server. */
-  async start() {
-    this.stop();
-    const abort = new AbortController();
-    this.#abort = abort;
-    for (let failures = 0; !abort.signal.aborted; failures += 1) {
-      let refusal = null;
-      try {
-        for await (const { event, data } of liveEvents(abort.signal)) {
-          failures = 0;
-          if (event === "turns") this.#hear(data);
-          else if (event === "state") this.#show(data);
-        }
-      } catch (error) {
-        if (abort.signal.aborted) return;
-        if (error.status === 401) {
-          this.dispatchEvent(new Event("key"));
-          return;
-        }
-        refusal = error.status ? error.message : null;
-      }
-      if (refusal) this.#parts.tiers.replaceChildren(h("p", { class: "small note" }, refusal)); // the chat works all the same
-      else this.dispatchEvent(new CustomEvent("engine", { detail: "away" }));
-      await new Promise((resolve) => setTimeout(resolve, RETRY_MS[Math.min(failures, RETRY_MS.length - 1)]));
-    }
-  }
-
-  stop() {
-    this.#abort?.abort();
-    this.#abort = null;
-  }
-
-  #hear(turns) {
-    const known = new Set(this.#turns.map((turn) => turn.request_id));
-    for (const turn of turns) {
-      if (known.has(turn.request_id)) continue; // told again after a reconnect
-      this.#turns.push({ ...turn, tokens: tokensOf(turn) });
-      this.dispatchEvent(new CustomEvent("turn", { detail: turn }));
-    }
-    this.#turns = this.#turns.slice(-MAX_TURNS);
-    this.#drawTurns();
+  #refuse() {
+    this.#parts.tiers.replaceChildren(h("p", { class: "small note" }, this.#feed.refusal));
   }
 
   #show(state) {
-    this.dispatchEvent(new CustomEvent("engine", { detail: state.engine }));
-    if (state.replica) this.dispatchEvent(new Event("fleet"));
-    this.dispatchEvent(new CustomEvent("sessions", { detail: state.sessions }));
     this.#noteMoves(state);
     this.#drawTiers(state);
     this.#drawSessions(state);
@@ -154,7 +113,7 @@ export class Live extends EventTarget {
     const titles = this.#titles();
     const most = (session) => Math.max(1, ...Object.values(session.blocks));
     const rows = shown.map((session) => h("tr", { data: { running: session.running } },
-      h("th", { scope: "row", title: session.id }, h("span", { class: "name" }, titles.get(session.id) ?? short(session.id)), h("span", { class: "small muted" }, `${number(session.tokens)} tokens${session.running ? ", running" : ""}`)),
+      h("th", { scope: "row", title: session.id }, h("span", { class: "name" }, titles.get(session.id) ?? short(session.id)), h("span", { class: "small muted" }, `${counted(session.tokens, "token")}${session.running ? ", running" : ""}`)),
       tiers.map(({ key }) => {
         const blocks = session.blocks[key] ?? 0;
         const move = this.#moves.get(`${session.id} ${key}`);
@@ -180,10 +139,10 @@ export class Live extends EventTarget {
     const line = h("p", { class: "small" }, `${running}${number(queue.waiting)} waiting (${queue.policy})`);
     const titles = this.#titles();
     const slots = queue.front.map((waiting) => {
-      const title = titles.get(waiting.session_id) ?? short(waiting.session_id);
+      const title = isolated(titles.get(waiting.session_id) ?? short(waiting.session_id));
       const load = waiting.bytes_to_load ? `${bytes(waiting.bytes_to_load)} to fetch` : "nothing to fetch";
       const order = Object.entries(waiting.order).map(([name, value]) => `, ${name.replaceAll("_", " ")} ${Number(value.toFixed(1))}`).join("");
-      const what = `${title}: ${load}, waits ${waiting.waiting_s.toFixed(1)} s${order}`;
+      const what = `${title}: ${load}, waits ${withUnit(waiting.waiting_s.toFixed(1), "s")}${order}`;
       const place = waiting.bytes_to_load ? 3 : waiting.hbm_tokens ? 1 : 2;
       return h("li", { class: "slot", title: what, data: { class: place, ahead: waiting.has_pages } },
         h("span", { "aria-hidden": "true" }, place), h("span", { class: "visually-hidden" }, what));
@@ -200,20 +159,20 @@ export class Live extends EventTarget {
   }
 
   #drawTurns() {
-    if (!this.#turns.length) {
+    if (!this.#feed.turns.length) {
       this.#parts.ttft.replaceChildren(h("p", { class: "small note" }, "No answers yet."));
       return;
     }
-    const totals = this.#turns.map((turn) => turn.tokens);
+    const totals = this.#feed.turns.map((turn) => turn.tokens);
     const whole = totals.reduce((sum, tokens) => sum + promptTokens(tokens), 0);
     const cached = totals.reduce((sum, tokens) => sum + cachedTokens(tokens), 0);
     const tile = (value, what) => h("div", { class: "tile" }, h("strong", {}, value), h("span", { class: "small muted" }, what));
-    const saved = this.#turns.reduce((sum, turn) => sum + (insteadOf(turn) === null ? 0 : turn.saved_ms), 0);
+    const saved = this.#feed.turns.reduce((sum, turn) => sum + (insteadOf(turn) === null ? 0 : turn.saved_ms), 0);
     this.#parts.ttft.replaceChildren(
       h("div", { class: "tiles" },
         saved ? tile(roughly(saved), "of reading saved") : null,
         tile(percent(cached, whole), "of what was sent was remembered")),
-      ttftChart(this.#turns));
+      ttftChart(this.#feed.turns));
   }
 }
 

@@ -2,7 +2,9 @@
 // also set attributes of style, which the page's policy forbids.
 
 import { h } from "./dom.js";
-import temml from "./vendor/temml.js";
+import { onDemand } from "./on_demand.js";
+
+const { default: temml } = await onDemand("vendor/temml");
 
 const LARGEST_PT = 60; // of a space or a line that a formula asks for
 const MAX_NODES = 5000;

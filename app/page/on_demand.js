@@ -3,8 +3,8 @@
 const loaded = new Map(); // name -> module
 let tries = 0;
 
-/** A module. Throws Error with a sentence for people; the next call tries again, under another address, since browsers
- * remember that one could not be fetched. */
+/** A module, by its path without the ending. Throws Error with a sentence for people; the next call tries again, under
+ * another address, since browsers remember that one could not be fetched. */
 export async function onDemand(name) {
   if (!loaded.has(name)) loaded.set(name, await fetched(name));
   return loaded.get(name);

@@ -9,14 +9,12 @@ const TOGGLES = { sidebar: element("toggle-sidebar"), live: element("toggle-live
 
 export const NARROW = matchMedia("(max-width: 1099px)");
 
-const isOpen = (name) => TOGGLES[name].getAttribute("aria-expanded") === "true";
+export const isOpen = (name) => TOGGLES[name].getAttribute("aria-expanded") === "true";
 
-/** `opened(name)` is called when one has been opened. */
 export class Panels {
-  #opened;
+  opened = () => {}; // called with the name of one that has been opened
 
-  constructor(opened) {
-    this.#opened = opened;
+  constructor() {
     for (const [name, toggle] of Object.entries(TOGGLES)) {
       toggle.addEventListener("click", () => {
         this.open(name, !isOpen(name));
@@ -36,7 +34,7 @@ export class Panels {
     }
     const covered = NARROW.matches && document.querySelector(".panel.open") !== null;
     element("main").inert = covered;
-    if (open) this.#opened(name);
+    if (open) this.opened(name);
     if (covered && open) (element(name).querySelector("button") ?? element(name)).focus();
   }
 

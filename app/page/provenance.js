@@ -1,14 +1,14 @@
 // Where an answer's history came from, and what that saved: one line, and behind it a bar and the figures.
 
-import { h, icon, milliseconds, number, percent } from "./dom.js";
+import { counted, h, icon, milliseconds, number, percent, withUnit } from "./dom.js";
 
 export const SOURCES = [
-  { key: "hbm", label: "on the device", what: "were still on the device" },
-  { key: "dram", label: "in memory", what: "came from memory" },
-  { key: "disk", label: "on disk", what: "came from disk" },
-  { key: "redis", label: "on another server", what: "came from another server" },
-  { key: "computed", label: "read now", what: "were read now" },
-  { key: "truncated", label: "no longer read", what: "are no longer read, as the window was full" },
+  { key: "hbm", label: "on the device", what: "still on the device" },
+  { key: "dram", label: "in memory", what: "from memory" },
+  { key: "disk", label: "on disk", what: "from disk" },
+  { key: "redis", label: "on another server", what: "from another server" },
+  { key: "computed", label: "read now", what: "read now" },
+  { key: "truncated", label: "no longer read", what: "no longer read, as the window was full" },
 ];
 const CACHED = ["hbm", "dram", "disk", "redis"];
 const FROM = { hbm: "on the device", dram: "from memory", disk: "from disk", redis: "from another server" };
@@ -73,9 +73,9 @@ function words(report) {
   if (loss && loss.tokens > cached) return [FAST_TOO.has(loss.main) ? "Read now" : "Read anew", ` (${milliseconds(ttft)}): ${loss.why}`];
   const instead = insteadOf(report);
   const time = ` to the first word${instead === null ? "" : `, instead of about ${roughly(instead)}`}`;
-  if (!cached) return [milliseconds(ttft), `${time} · read ${number(whole)} tokens${report.reasons ? ", all of them new" : ""}`];
+  if (!cached) return [milliseconds(ttft), `${time} · read ${counted(whole, "token")}${report.reasons ? (whole === 1 ? ", a new one" : ", all of them new") : ""}`];
   const again = loss ? `; ${number(loss.tokens)} read anew: ${loss.why}` : "";
-  return [milliseconds(ttft), `${time} · remembered ${number(cached)} of ${number(whole)} tokens, ${from(tokens, cached)}${again}`];
+  return [milliseconds(ttft), `${time} · remembered ${number(cached)} of ${counted(whole, "token")}, ${from(tokens, cached)}${again}`];
 }
 
 /** The same as a sentence. */
@@ -90,18 +90,18 @@ function from(tokens, cached) {
 
 /** A time that is only estimated: two digits of it at most. */
 export function roughly(ms) {
-  if (ms < 1000) return `${Number(ms.toPrecision(1))} ms`;
+  if (ms < 1000) return withUnit(Number(ms.toPrecision(1)), "ms");
   const seconds = ms / 1000;
-  if (seconds < 10) return `${seconds.toFixed(1)} s`;
-  if (seconds < 100) return `${Math.round(seconds)} s`;
-  return seconds < 5400 ? `${Math.round(seconds / 60)} min` : `${(seconds / 3600).toFixed(seconds < 36_000 ? 1 : 0)} h`;
+  if (seconds < 10) return withUnit(seconds.toFixed(1), "s");
+  if (seconds < 100) return withUnit(Math.round(seconds), "s");
+  return seconds < 5400 ? withUnit(Math.round(seconds / 60), "min") : withUnit((seconds / 3600).toFixed(seconds < 36_000 ? 1 : 0), "h");
 }
 
 function span(ms) {
   const hours = Math.round(ms / HOUR_MS);
-  if (hours < 22) return hours === 1 ? "an hour" : `${hours} hours`;
+  if (hours < 22) return hours === 1 ? "an hour" : counted(hours, "hour");
   const days = Math.max(1, Math.round(hours / 24));
-  return days === 1 ? "a day" : `${days} days`;
+  return days === 1 ? "a day" : counted(days, "day");
 }
 
 /** The line under an answer and what is folded behind it. `report`: as of `inWords`, and {timings, completion_tokens}. */
@@ -124,7 +124,7 @@ function bar(tokens, parts) {
   const description = parts.map(({ key, label }) => `${label} ${number(tokens[key])}`).join(", ");
   const drawn = h("div", { class: "bar", role: "img", "aria-label": `History by source, in tokens: ${description}` });
   for (const { key, what } of parts) {
-    const part = h("span", { class: "part", data: { source: key }, title: `${number(tokens[key])} tokens ${what}` });
+    const part = h("span", { class: "part", data: { source: key }, title: `${counted(tokens[key], "token")} ${what}` });
     part.style.flexGrow = tokens[key] / total;
     drawn.append(part);
   }
@@ -145,10 +145,10 @@ function figures(report) {
     if (value > 0) rows.push([label, milliseconds(value)]);
   }
   if (typeof report.saved_ms === "number") rows.push(["saved, about", insteadOf(report) === null ? "nothing" : roughly(report.saved_ms)]);
-  if (timings.tokens_per_s) rows.push(["speed", `${Math.round(timings.tokens_per_s)} tokens/s`]);
-  if (report.completion_tokens) rows.push(["answer", `${number(report.completion_tokens)} tokens`]);
+  if (timings.tokens_per_s) rows.push(["speed", withUnit(Math.round(timings.tokens_per_s), "tokens/s")]);
+  if (report.completion_tokens) rows.push(["answer", counted(report.completion_tokens, "token")]);
   for (const [reason, count] of Object.entries(report.reasons ?? {})) {
-    if (count) rows.push([`read now: ${REASONS[reason] ?? reason}`, `${number(count)} tokens`]);
+    if (count) rows.push([`read now: ${REASONS[reason] ?? reason}`, counted(count, "token")]);
   }
   const why = report.diverged && h("p", { class: "why" }, `Why history was read anew: ${report.diverged.sentence}.`);
   return [why, h("dl", {}, rows.map(([label, value]) => h("div", {}, h("dt", {}, label), h("dd", {}, value))))].filter(Boolean);

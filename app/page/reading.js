@@ -1,7 +1,7 @@
 // What happens before the first word of an answer: how far its prompt is read, or its place in the queue. It stands where
 // the caret would.
 
-import { h, number } from "./dom.js";
+import { counted, h, number, percent, withUnit } from "./dom.js";
 
 const TICK_MS = 250; // between two looks at the time that is left: a long step tells nothing meanwhile
 const WORTH_TELLING_MS = 500; // a shorter wait is over before it is read
@@ -17,9 +17,9 @@ export function waitInWords(progress, place, age_ms) {
   const done = Math.min(all, Math.max(0, read - cached));
   if (!all) return null;
   const rest = left === null ? null : Math.max(1000, left - age_ms);
-  const share = done ? ` ${Math.round((100 * done) / all)} %` : "";
+  const share = done ? ` ${percent(done, all)}` : "";
   const time = rest === null ? "" : ` about ${seconds(rest)}`;
-  return `Reading ${number(all)} tokens …${[share, time].filter(Boolean).join(",")}`;
+  return `Reading ${counted(all, "token")} …${[share, time].filter(Boolean).join(",")}`;
 }
 
 function ordinal(count) {
@@ -30,7 +30,7 @@ function ordinal(count) {
 
 function seconds(ms) {
   const all = Math.round(ms / 1000);
-  return all < 120 ? `${all} s` : `${Math.round(all / 60)} min`;
+  return all < 120 ? withUnit(all, "s") : withUnit(Math.round(all / 60), "min");
 }
 
 /** A line that runs down by itself while it is on the page. */

@@ -22,9 +22,9 @@ export class ServerList extends EventTarget {
   #timer = null;
   #strangers = new Set(); // sessions that the live view heard of and the list does not have
 
-  /** What is known of a conversation: {id, title, firstText, updated, place, expires, pinned, count}, or undefined. `title`:
-   * as it was set, or null; `place`: "ready", "disk" or "anew"; `expires`: when it is forgotten, ms, or null; `count`: of its
-   * messages, or null. */
+  /** What is known of a conversation: {id, title, firstText, updated, place, expires, pinned, running, count}, or undefined. `title`:
+   * as it was set, or null; `place`: "ready", "disk" or "anew"; `expires`: when it is forgotten, ms, or null; `running`:
+   * whether a request of it ran when the server was heard last; `count`: of its messages, or null. */
   get(id) {
     return this.#rows.get(id);
   }
@@ -92,7 +92,7 @@ export class ServerList extends EventTarget {
       }
       const place = placeOf(session.blocks);
       changed ||= row.place !== place || row.pinned !== session.pinned;
-      Object.assign(row, { place, pinned: session.pinned });
+      Object.assign(row, { place, pinned: session.pinned, running: session.running });
     }
     if (changed) this.#tell();
   }
@@ -160,7 +160,7 @@ function rowOf(session) {
   return {
     id: session.id, title: session.title ?? null, firstText: session.first_text ?? "", updated: session.last_used_at * 1000,
     place: placeOf(session.blocks), expires: session.expires_at === null ? null : session.expires_at * 1000,
-    pinned: session.pinned, count: session.num_messages ?? null,
+    pinned: session.pinned, running: session.running ?? false, count: session.num_messages ?? null,
   };
 }
 

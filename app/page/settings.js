@@ -1,11 +1,14 @@
 // The dialogs: system prompt and sampling of a conversation, the API key, and a question before something is lost.
 
 import { apiKey } from "./api.js";
-import { isolated } from "./dom.js";
+import { isolated, number } from "./dom.js";
+import { BOUNDS, isTaken } from "./options.js";
 import { DEFAULTS } from "./store.js";
 
 const element = (id) => document.querySelector(`#${id}`);
-const NUMBERS = ["temperature", "top_p", "top_k", "max_tokens", "repetition_penalty", "seed"];
+const NUMBERS = Object.keys(BOUNDS);
+
+for (const [name, bounds] of Object.entries(BOUNDS)) Object.assign(element(name), bounds);
 
 function fill(options) {
   element("system").value = options.system;
@@ -32,11 +35,15 @@ function hint(sampling) {
 
 /** Say which number is not one that can be taken, and go there. Returns whether there is one. */
 function sayWrong() {
-  const wrong = NUMBERS.map(element).find((field) => !field.validity.valid);
-  element("settings-wrong").hidden = !wrong;
-  element("settings-wrong").textContent = wrong ? `${wrong.labels[0].textContent.trim()}: ${wrong.validationMessage}` : "";
-  wrong?.focus();
-  return Boolean(wrong);
+  const isWrong = (name) => element(name).validity.badInput || (element(name).value !== "" && !isTaken(name, element(name).valueAsNumber));
+  const name = NUMBERS.find(isWrong);
+  element("settings-wrong").hidden = !name;
+  if (!name) return false;
+  const { min, max, step } = BOUNDS[name];
+  const kind = step === 1 ? "a whole number" : "a number";
+  element("settings-wrong").textContent = `${element(name).labels[0].textContent.trim()}: it takes ${kind} from ${number(min)} to ${number(max)}.`;
+  element(name).focus();
+  return true;
 }
 
 /** Resolves to the options when the dialog is closed, or to null if it was cancelled. `sampling` is the model's own. */

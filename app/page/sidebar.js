@@ -1,13 +1,16 @@
 // The list of conversations: by day, searched, renamed, and one stop of the Tab key however many there are.
 
-import { h, icon, number } from "./dom.js";
-import { stateInWords } from "./row_state.js";
+import { idle } from "./backlog.js";
+import { h, icon, isolated, number } from "./dom.js";
+import { stateInWords, timesOfEqual } from "./row_state.js";
 import { MAX_SHOWN } from "./server_list.js";
 import * as store from "./store.js";
 
 const SEARCH_AFTER_MS = 200; // texts are looked through when the typing pauses
 const MAX_TITLE_CHARS = 200;
 const LONG = 100; // rows; in a longer list those out of sight are not laid out
+const FIRST_ROWS = 40; // that get their buttons at once, a high window's full; the others when there is time, or one is reached
+const LEAST_IDLE_MS = 4;
 const SETTLING_MS = 10_000; // for which a turn that has just ended may not be in the server's list yet
 
 const list = document.querySelector("#conversations");
@@ -15,12 +18,13 @@ const search = document.querySelector("#search");
 const places = document.querySelector("#places"); // what the dots mean
 
 /** Events: `open` with an id, `remove` and `rename` with an entry ({id, title}; `rename` with the new title), `pin` with
- * {id, title, pinned}. */
+ * {id, title, pinned}, `leave` when Escape is pressed in the empty search field. */
 export class Sidebar extends EventTarget {
   #current = null; // the id of the conversation that is open
   #running = [];
   #drawn = ""; // what is on the page, to leave it alone while it is the same
-  #rowsDrawn = new Map(); // id -> {state, element} of what stands in it
+  #rowsDrawn = new Map(); // id -> {state, element, entry, hasButtons} of what stands in it
+  #isFilling = false; // whether rows get their buttons when there is time
   #sections = new Map(); // name of a group -> {head, items}
   #inTexts = []; // ids of those that the search found in what was said
   #timer = null;
@@ -36,14 +40,17 @@ export class Sidebar extends EventTarget {
     search.addEventListener("keydown", (event) => {
       if (event.key === "ArrowDown") this.#rows()[0]?.focus();
       else if (event.key === "Enter") this.#rows()[0]?.click();
-      else if (event.key === "Escape" && search.value) {
-        event.stopPropagation();
+      else if (event.key === "Escape") {
+        event.stopPropagation(); // an answer is not stopped from here
+        if (!search.value) this.dispatchEvent(new Event("leave"));
         search.value = "";
         this.#search();
       } else return;
       event.preventDefault();
     });
     list.addEventListener("keydown", (event) => this.#press(event));
+    list.addEventListener("click", ({ target }) => this.#click(target.closest("button")));
+    for (const reached of ["pointerover", "focusin"]) list.addEventListener(reached, ({ target }) => this.#fill(target.closest("li")?.dataset.id));
     list.addEventListener("pointerdown", () => { this.#isHeld = true; });
     for (const end of ["pointerup", "pointercancel"]) addEventListener(end, () => this.#isHeld && setTimeout(() => this.#release()));
   }
@@ -61,6 +68,7 @@ export class Sidebar extends EventTarget {
     this.#drawn = state;
     const item = list.contains(document.activeElement) ? document.activeElement.closest("li") : null;
     const [focused, place] = [item?.dataset.id, item && [...item.querySelectorAll("button")].indexOf(document.activeElement)];
+    const at = item && this.#rows().indexOf(item.querySelector(".open"));
     const before = this.#rowsDrawn;
     this.#rowsDrawn = new Map();
     const parts = groups.flatMap(([name, entries]) => {
@@ -73,14 +81,57 @@ export class Sidebar extends EventTarget {
     arrange(list, parts);
     const rows = this.#rows();
     list.classList.toggle("long", rows.length > LONG);
-    const stop = rows.find((row) => row.getAttribute("aria-current")) ?? rows[0];
-    for (const row of rows) row.tabIndex = row === stop ? 0 : -1;
-    if (focused && !list.contains(document.activeElement)) this.#rowOf(focused)?.closest("li").querySelectorAll("button")[place]?.focus();
+    stopAt(rows, rows.find((row) => row.getAttribute("aria-current")) ?? rows[0]);
+    [...this.#rowsDrawn.keys()].slice(0, FIRST_ROWS).forEach((id) => this.#fill(id));
+    this.#fillLater();
+    if (focused && !list.contains(document.activeElement)) this.#focusAgain(focused, place, at);
+  }
+
+  /** The row that had the focus is another element now, or gone: then the one that stands in its place has it. */
+  #focusAgain(id, button, at) {
+    this.#fill(id);
+    const rows = this.#rows();
+    const buttons = this.#rowOf(id)?.closest("li").querySelectorAll("button");
+    (buttons?.[button] ?? rows[Math.min(at, rows.length - 1)] ?? search).focus();
+  }
+
+  /** Give a row its buttons. */
+  #fill(id) {
+    const row = this.#rowsDrawn.get(id);
+    if (!row || row.hasButtons) return;
+    row.hasButtons = true;
+    const { title, time, pinned, canPin } = row.entry;
+    const name = `“${isolated(title)}”${time ? `, ${time}` : ""}`;
+    const small = (act, label, picture) =>
+      icon(h("button", { type: "button", class: "icon-button small", tabIndex: -1, "aria-label": `${label} ${name}`, title: label, data: { act } }), picture);
+    row.element.append(h("span", { class: "row-buttons" }, small("rename", "Rename", "edit"),
+      canPin ? small("pin", pinned ? "Unpin" : "Pin", "pin") : null, small("remove", "Delete", "trash")));
+  }
+
+  #fillLater() {
+    if (this.#isFilling || [...this.#rowsDrawn.values()].every(({ hasButtons }) => hasButtons)) return;
+    this.#isFilling = true;
+    idle((time) => {
+      this.#isFilling = false;
+      for (const [id, { hasButtons }] of this.#rowsDrawn) {
+        if (hasButtons) continue;
+        if (time.timeRemaining() < LEAST_IDLE_MS) return this.#fillLater();
+        this.#fill(id);
+      }
+    });
+  }
+
+  #click(button) {
+    const { act } = button?.dataset ?? {};
+    if (!act) return;
+    const { id, title, pinned } = this.#rowsDrawn.get(button.closest("li").dataset.id).entry;
+    if (act === "rename") this.rename(id);
+    else this.dispatchEvent(new CustomEvent(act, { detail: { open: id, remove: { id, title }, pin: { id, title, pinned: !pinned } }[act] }));
   }
 
   #unshownInWords(unshown) {
     const more = number(unshown);
-    return this.#query ? `Only the newest ${MAX_SHOWN} of the server were searched, not ${more} older ones.` : `The server has ${more} more; the newest ${MAX_SHOWN} are shown.`;
+    return this.#query ? `Only the newest ${MAX_SHOWN} of the server were searched, not ${unshown === 1 ? "one older one" : `${more} older ones`}.` : `The server has ${more} more; the newest ${MAX_SHOWN} are shown.`;
   }
 
   #section(name) {
@@ -92,7 +143,7 @@ export class Sidebar extends EventTarget {
   #rowDrawn(entry, before) {
     const state = JSON.stringify([entry, entry.id === this.#current, this.#running.includes(entry.id)]);
     const there = before.get(entry.id);
-    const row = there?.state === state ? there : { state, element: this.#row(entry) };
+    const row = there?.state === state ? there : { state, element: this.#row(entry), entry, hasButtons: false };
     this.#rowsDrawn.set(entry.id, row);
     return row.element;
   }
@@ -102,8 +153,12 @@ export class Sidebar extends EventTarget {
     this.draw(this.#current);
   }
 
-  /** Let a name be typed in the place of the one that there is. */
+  /** Let a name be typed in the place of the one that there is, which no search hides then. */
   rename(id) {
+    if (this.#query && !this.#rowOf(id)) {
+      search.value = "";
+      this.#search();
+    }
     const row = this.#rowOf(id);
     if (!row) return;
     const title = this.#entries().find((entry) => entry.id === id)?.title ?? "";
@@ -117,7 +172,7 @@ export class Sidebar extends EventTarget {
       this.#drawn = "";
       if (keep && typed && typed !== title) this.dispatchEvent(new CustomEvent("rename", { detail: { id, title: typed } }));
       this.draw(this.#current);
-      this.#rowOf(id)?.focus();
+      (this.#rowOf(id) ?? search).focus(); // a search may not find the new name
     };
     field.addEventListener("keydown", (event) => {
       event.stopPropagation();
@@ -136,28 +191,25 @@ export class Sidebar extends EventTarget {
     const here = store.list();
     const others = this.#server.others(new Set(here.map(({ id }) => id)));
     const all = others.length ? [...here, ...others].toSorted((a, b) => b.updated - a.updated) : here;
+    const times = timesOfEqual(all);
     return all.map((entry) => {
       const row = this.#server.get(entry.id);
       const isSettling = !row && Date.now() - entry.updated < SETTLING_MS;
       const place = isSettling ? null : this.#server.placeOf(entry.id);
-      return { ...entry, place, says: stateInWords(place, row), pinned: row?.pinned ?? false, canPin: Boolean(row) && place !== "anew" };
+      return { ...entry, time: times.get(entry.id) ?? "", place, says: stateInWords(place, row), pinned: row?.pinned ?? false, canPin: Boolean(row) && place !== "anew" };
     });
   }
 
-  #row({ id, title, place, says, pinned, canPin }) {
-    const tell = (type) => () => this.dispatchEvent(new CustomEvent(type, { detail: type === "open" ? id : { id, title } }));
+  #row({ id, title, time, place, says, pinned }) {
+    const shown = isolated(title);
     const open = h("button", {
-      type: "button", class: "open", tabIndex: -1, title: says ? `${title}\n${says}` : title, "aria-current": id === this.#current ? "true" : undefined,
-      "aria-keyshortcuts": "F2 Delete", on: { click: tell("open") },
-    }, title || "Untitled", this.#running.includes(id) ? h("span", { class: "running" }, h("span", { class: "visually-hidden" }, ", an answer is written")) : null);
-    const small = (name, picture, done) =>
-      icon(h("button", { type: "button", class: "icon-button small", tabIndex: -1, "aria-label": `${name} “${title}”`, title: name, on: { click: done } }), picture);
-    const buttons = h("span", { class: "row-buttons" }, small("Rename", "edit", () => this.rename(id)),
-      canPin ? small(pinned ? "Unpin" : "Pin", "pin", () => this.dispatchEvent(new CustomEvent("pin", { detail: { id, title, pinned: !pinned } }))) : null,
-      small("Delete", "trash", tell("remove")));
+      type: "button", class: "open", tabIndex: -1, title: says ? `${shown}\n${says}` : shown, "aria-current": id === this.#current ? "true" : undefined,
+      "aria-keyshortcuts": "F2 Delete", data: { act: "open" },
+    }, time ? h("span", { class: "name" }, title || "Untitled") : title || "Untitled", this.#running.includes(id) ? h("span", { class: "running" }, h("span", { class: "visually-hidden" }, ", an answer is written")) : null);
+    if (time) open.append(h("span", { class: "visually-hidden" }, ", "), h("span", { class: "small muted time" }, time));
     const dot = place ? h("span", { class: "dot", "aria-hidden": "true", data: { place } }) : null;
     const mark = pinned ? icon(h("span", { class: "pinned", "aria-hidden": "true" }), "pin") : null;
-    return h("li", { data: { id } }, dot, open, mark, buttons);
+    return h("li", { data: { id } }, dot, open, mark);
   }
 
   #rows() {
@@ -186,8 +238,7 @@ export class Sidebar extends EventTarget {
     else return;
     event.preventDefault();
     event.stopPropagation();
-    if (!to?.matches(".open")) return;
-    for (const row of rows) row.tabIndex = row === to ? 0 : -1;
+    if (to?.matches(".open")) stopAt(rows, to);
   }
 
   #search() {
@@ -199,10 +250,10 @@ export class Sidebar extends EventTarget {
   }
 
   async #searchTexts(query) {
-    const found = await store.search(query, () => query === this.#query);
-    if (query !== this.#query) return;
-    this.#inTexts = found;
-    this.draw(this.#current);
+    await store.search(query, () => query === this.#query, (found) => {
+      this.#inTexts = found;
+      this.draw(this.#current);
+    });
   }
 
   /** [[name, entries]], without empty ones. */
@@ -213,7 +264,9 @@ export class Sidebar extends EventTarget {
       const inTexts = entries.filter((entry) => this.#inTexts.includes(entry.id) && !inTitles.includes(entry));
       return [["By name", inTitles], ["In what was said", inTexts]].filter(([, some]) => some.length);
     }
-    const groups = Map.groupBy(entries, ({ updated }) => dayOf(updated));
+    const midnight = new Date().setHours(0, 0, 0, 0);
+    const yesterday = new Date(midnight).setDate(new Date(midnight).getDate() - 1);
+    const groups = Map.groupBy(entries, ({ updated }) => (updated >= midnight ? "Today" : updated >= yesterday ? "Yesterday" : "Earlier"));
     return [...groups.entries()];
   }
 }
@@ -229,8 +282,7 @@ function arrange(parent, children) {
   }
 }
 
-function dayOf(time) {
-  const midnight = new Date().setHours(0, 0, 0, 0);
-  if (time >= midnight) return "Today";
-  return time >= new Date(midnight).setDate(new Date(midnight).getDate() - 1) ? "Yesterday" : "Earlier";
+/** Let the Tab key stop at one of the rows. */
+function stopAt(rows, stop) {
+  for (const row of rows) if (row.tabIndex === 0 || row === stop) row.tabIndex = row === stop ? 0 : -1;
 }

@@ -8,6 +8,7 @@ import { onDemand } from "./on_demand.js";
 const LAST = "reprise.last";
 export const FORMAT = 2; // 1: a plain list of messages, in localStorage
 const MAX_FOUND = 50;
+const READ_AT_ONCE = 16; // conversations, in a search
 const OLD_INDEX = "reprise.conversations";
 const OLD = "reprise.conversation.";
 
@@ -20,10 +21,16 @@ const unkept = new Map(); // id -> conversation, where the browser has no databa
 const listeners = new Set();
 const channel = new BroadcastChannel("reprise.conversations");
 let database = null;
+let started = null; // a promise
 let writing = Promise.resolve(); // one after the other
 
-/** Open the database and bring what earlier versions of the page kept into it. Before anything else is called. */
-export async function start() {
+/** Open the database and bring what earlier versions of the page kept into it, once. Before anything else is called. */
+export function start() {
+  started ??= begin();
+  return started;
+}
+
+async function begin() {
   try {
     database = await open();
     await bringOld().catch((error) => console.info("Older conversations stay where they are:", error));
@@ -96,7 +103,22 @@ export async function load(id) {
 /** "kept"; "full": the browser's storage is; "unkept": it has none for us; or "branched": another tab has changed or
  * deleted the conversation since it was read here, so this is one of its own now. */
 export function save(conversation) {
-  return inTurn(() => write(conversation));
+  return inTurn(async () => {
+    await nextTask(); // to copy a long one takes a while, and what was just drawn is to be seen
+    return write(conversation);
+  });
+}
+
+/** Unlike a timer's, such a task comes at once, also in a tab that nobody sees. */
+function nextTask() {
+  const { port1, port2 } = new MessageChannel();
+  return new Promise((resolve) => {
+    port1.onmessage = () => {
+      port1.close();
+      resolve();
+    };
+    port2.postMessage(null);
+  });
 }
 
 /** Keep what has come of an answer so far, for a tab that is closed in the middle. Other tabs do not hear of it, and a
@@ -205,17 +227,21 @@ export function rename(id, title) {
   });
 }
 
-/** The ids of conversations in which a text occurs, whatever its capitals; at most MAX_FOUND, the newest first. One after
- * the other is read, so that memory holds only one, while `isWanted()`. */
-export async function search(text, isWanted) {
+/** Look for a text, whatever its capitals, while `isWanted()`. `heard(ids)` is called with the ids of the conversations in
+ * which it occurs, at most MAX_FOUND, the newest first, each time there are more. A few are read at a time, so that memory
+ * holds only those. */
+export async function search(text, isWanted, heard) {
   const wanted = text.toLowerCase();
+  const occursIn = (conversation) => conversation?.messages.some(({ content }) => content.toLowerCase().includes(wanted));
+  const ids = list().map(({ id }) => id);
   const found = [];
-  for (const { id } of list()) {
-    if (found.length === MAX_FOUND || !isWanted()) break;
-    const conversation = await load(id);
-    if (conversation?.messages.some(({ content }) => content.toLowerCase().includes(wanted))) found.push(id);
+  for (let at = 0; at < ids.length && found.length < MAX_FOUND && isWanted(); at += READ_AT_ONCE) {
+    const some = ids.slice(at, at + READ_AT_ONCE);
+    const read = database ? await inDatabase("readonly", (stores) => Promise.all(some.map((id) => result(stores.conversations.get(id))))) : some.map((id) => unkept.get(id));
+    const more = some.filter((_, place) => occursIn(read[place]));
+    found.push(...more);
+    if (more.length && isWanted()) heard(found.slice(0, MAX_FOUND));
   }
-  return found;
 }
 
 export function remove(id) {

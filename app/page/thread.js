@@ -2,7 +2,7 @@
 
 import { Article } from "./article.js";
 import { Backlog } from "./backlog.js";
-import { h, isolated, number } from "./dom.js";
+import { counted, h, isolated, number } from "./dom.js";
 
 const AT_ONCE = 12; // messages that are drawn before the page is shown; of the others the text stands as it was written
 const NEAR_PX = 120; // so close to the end, the view follows it
@@ -68,7 +68,7 @@ export class Thread {
       return;
     }
     const recalled = cut.recalled ? ` The last answer recalled ${number(cut.recalled)} of them.` : "";
-    this.#rule.textContent = `The model no longer reads what is above (${number(cut.tokens)} tokens).${recalled}`;
+    this.#rule.textContent = `The model no longer reads what is above (${counted(cut.tokens, "token")}).${recalled}`;
     if (below.element.previousElementSibling !== this.#rule) below.element.before(this.#rule);
   }
 

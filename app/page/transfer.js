@@ -2,13 +2,18 @@
 
 import { merge } from "./graft.js";
 import { path } from "./message_tree.js";
+import { BOUNDS, isTaken } from "./options.js";
 import { SOURCES, isReason } from "./provenance.js";
 import * as store from "./store.js";
 
+const NAMES = { user: "You", assistant: "Answer", tool: "Answer of a tool", system: "System prompt" };
 const KIND = "reprise-conversations";
 const MAX_FILE_BYTES = 256 << 20;
 const MAX_CONVERSATIONS = 20_000;
 const MAX_MESSAGES = 20_000; // of one conversation
+const MAX_MESSAGE_ID = 1e9; // of a message; the next one must still be exact
+const MAX_TOKENS = 2 ** 31;
+const MAX_MS = 1e10; // 116 days; a longer time is not one that was measured
 const ID = /^[\w.:-]{1,100}$/;
 const TIMINGS = ["queue_ms", "load_ms", "prefill_ms", "tokens_per_s", "ttft_ms"];
 const ENDS = ["stop", "length", "stopped", "unknown"];
@@ -24,9 +29,12 @@ export async function allAsJson() {
   return new Blob(parts, { type: "application/json" });
 }
 
-/** What is shown of a conversation, without thoughts. */
+/** What is shown of a conversation, without thoughts. Calls of tools and their results stand indented, as code. */
 export function asMarkdown(conversation) {
-  const said = path(conversation).map(({ role, content }) => `## ${role === "user" ? "You" : "Answer"}\n\n${content}\n`);
+  const said = path(conversation).map(({ role, content, folded = [] }) => {
+    const beside = folded.map(({ name, text }) => `${name}:\n\n${text.replaceAll(/^/gm, "    ")}`);
+    return `## ${NAMES[role]}\n\n${[content, ...beside].filter(Boolean).join("\n\n")}\n`;
+  });
   return new Blob([`# ${conversation.title}\n\n${said.join("\n")}`], { type: "text/markdown" });
 }
 
@@ -78,40 +86,41 @@ function conversationFrom(one) {
     ids.add(id);
   }
   return {
-    ...store.create(), id: one.id, title: text(one.title).slice(0, 200), updated: count(one.updated) ?? Date.now(), revision: 1,
+    ...store.create(), id: one.id, title: text(one.title).slice(0, 200), updated: Math.min(Number.isFinite(one.updated) ? Math.max(0, one.updated) : Infinity, Date.now()), revision: 1,
     options: optionsFrom(one.options), messages, head: ids.has(one.head) ? one.head : messages.at(-1).id,
   };
 }
 
 function messageFrom(one) {
-  if (!one || !Number.isSafeInteger(one.id) || (one.parent !== null && !Number.isSafeInteger(one.parent)) || typeof one.content !== "string") return null;
+  if (!one || !Number.isSafeInteger(one.id) || one.id > MAX_MESSAGE_ID || (one.parent !== null && !Number.isSafeInteger(one.parent)) || typeof one.content !== "string") return null;
   const common = { id: one.id, parent: one.parent, role: one.role, content: one.content };
   if (one.role === "user") return common;
   if (one.role !== "assistant") return null;
   return {
-    ...common, thought: text(one.thought), thought_ms: count(one.thought_ms), report: reportFrom(one.report),
-    end: ENDS.includes(one.end) ? one.end : null, limit: count(one.limit),
+    ...common, thought: text(one.thought), thought_ms: time(one.thought_ms), report: reportFrom(one.report),
+    end: ENDS.includes(one.end) ? one.end : null, limit: tokens(one.limit) || null,
   };
 }
 
 function optionsFrom(options) {
-  const numbers = Object.keys(store.DEFAULTS).filter((name) => name !== "system").map((name) => [name, count(options?.[name])]);
+  const numbers = Object.keys(BOUNDS).map((name) => [name, isTaken(name, options?.[name]) ? options[name] : null]);
   return { system: text(options?.system), ...Object.fromEntries(numbers) };
 }
 
 function reportFrom(report) {
   if (!report?.tokens) return null;
   return {
-    tokens: Object.fromEntries(SOURCES.map(({ key }) => [key, count(report.tokens[key]) ?? 0])),
-    reasons: report.reasons ? Object.fromEntries(Object.entries(report.reasons).filter(([name, tokens]) => isReason(name) && count(tokens))) : null,
-    ttft_ms: count(report.ttft_ms),
-    saved_ms: count(report.saved_ms),
-    idle_ms: count(report.idle_ms),
-    recalled: count(report.recalled),
-    completion_tokens: count(report.completion_tokens),
-    timings: Object.fromEntries(TIMINGS.map((name) => [name, count(report.timings?.[name])])),
+    tokens: Object.fromEntries(SOURCES.map(({ key }) => [key, tokens(report.tokens[key]) ?? 0])),
+    reasons: report.reasons ? Object.fromEntries(Object.entries(report.reasons).filter(([name, count]) => isReason(name) && tokens(count))) : null,
+    ttft_ms: time(report.ttft_ms),
+    saved_ms: time(report.saved_ms),
+    idle_ms: time(report.idle_ms),
+    recalled: tokens(report.recalled),
+    completion_tokens: tokens(report.completion_tokens),
+    timings: Object.fromEntries(TIMINGS.map((name) => [name, time(report.timings?.[name])])),
   };
 }
 
 const text = (value) => (typeof value === "string" ? value : "");
-const count = (value) => (typeof value === "number" && Number.isFinite(value) && value >= 0 ? value : null);
+const time = (value) => (typeof value === "number" && value >= 0 && value <= MAX_MS ? value : null);
+const tokens = (value) => (Number.isInteger(value) && value >= 0 && value <= MAX_TOKENS ? value : null);

@@ -1,7 +1,7 @@
 // What of a conversation the model still reads: a meter in the composer, and where in the thread its window begins. Pure,
 // but for the meter.
 
-import { h, number } from "./dom.js";
+import { counted, h, number, withUnit } from "./dom.js";
 import { promptTokens } from "./provenance.js";
 
 const NEARLY_FULL = 0.9;
@@ -43,12 +43,12 @@ export function drawMeter(messages, size) {
   const fill = h("span", { class: "fill", data: { full: share >= NEARLY_FULL } });
   fill.style.width = `${Math.max(1, share * 100)}%`;
   const words = `${thousands(used)} of ${thousands(size)}`;
-  place.title = `The model's window: ${number(used)} of ${number(size)} tokens${share < NEARLY_FULL ? "" : ". It reads the beginning no more when it is full"}`;
+  place.title = `The model's window: ${number(used)} of ${counted(size, "token")}${share < NEARLY_FULL ? "" : ". It reads the beginning no more when it is full"}`;
   place.replaceChildren(
     h("span", { class: "meter thin", role: "meter", "aria-label": "Window in use, in tokens", "aria-valuemin": 0, "aria-valuemax": size, "aria-valuenow": Math.min(used, size) }, fill),
     h("span", { class: "small muted" }, words));
 }
 
 function thousands(count) {
-  return count < 1000 ? number(count) : `${(count / 1000).toFixed(count < 100_000 ? 1 : 0)} k`;
+  return count < 1000 ? number(count) : withUnit((count / 1000).toFixed(count < 100_000 ? 1 : 0), "k");
 }

@@ -5,7 +5,8 @@
 A browser holds 1,000 conversations of 40 turns, and one of 200 turns whose answers have headings, lists, tables, code
 and formulas, 3,000 characters each. What is timed:
 
-    list    from the navigation until the list of all conversations is drawn
+    list    from the navigation until the list of all conversations is drawn; rows that are out of sight have their
+            name and their dot then, and get their buttons when there is time or they are reached
     open    from the choice of the long conversation until its end is painted; beside it when all of it is drawn, and
             the longest task meanwhile, in which the page hears no key
     key     one character typed in the field below it: the page's own work and the layout after it

@@ -49,6 +49,11 @@ def open_live(page: Any) -> None:
         toggle.click()
 
 
+def plain(element: Any) -> str:
+    """Return the text of an element, with spaces where no line may end, as between a number and its unit."""
+    return str(element.inner_text()).replace("\xa0", " ")
+
+
 def wait_until(page: Any, expression: str) -> None:
     """Wait until a JavaScript expression is true. The page forbids Playwright's own wait, which evaluates strings
     in the page."""

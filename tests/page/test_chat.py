@@ -11,7 +11,7 @@ import pytest
 from reprise.engine.messages import CodecChecks
 from tests.app.api.reprise.test_events import queue, waiting
 from tests.app.fakes import STATS, Script, session_info
-from tests.page.browser import ANSWERS, answered, composer, open_live, send
+from tests.page.browser import ANSWERS, answered, composer, open_live, plain, send
 from tests.page.served import Served, served
 
 pytestmark = pytest.mark.servers
@@ -44,7 +44,7 @@ def test_an_answer_streams_in_and_says_where_its_history_came_from(page: Any, se
     assert re.fullmatch(
         r"[\d.]+ m?s to the first word, instead of about \d+ ms"
         r" · remembered 60 of 65 tokens, from disk and from memory▸?",
-        line.inner_text(),
+        plain(line),
     )
     assert line.bounding_box()["height"] == 24
     assert answer.get_by_role("img").count() == 0, "it is folded"
@@ -346,6 +346,30 @@ def test_a_stream_that_ends_before_its_answer_is_a_lost_connection(page: Any, bo
     assert [page.locator("article").count(), page.locator("article.mine").count()] == [2, 1]
 
 
+@pytest.mark.parametrize(
+    ("name", "typed", "said"),
+    [
+        ("Temperature", "99", "Temperature: it takes a number from 0 to 2."),
+        ("Longest answer", "0.5", "Longest answer, tokens: it takes a whole number from 1 to 2,147,483,648."),
+        ("Longest answer", "1e300", "Longest answer, tokens: it takes a whole number"),
+        ("Seed", "1e20", "Seed: it takes a whole number from 0 to 9,007,199,254,740,991."),
+        ("Top k", "2147483648", "Top k: it takes a whole number from 0 to 2,147,483,647."),
+        ("Temperature", "0.333", None),  # as the API takes it
+        ("Repetition penalty", "4", None),
+    ],
+)
+def test_the_settings_take_what_the_api_takes(page: Any, name: str, typed: str, said: str | None) -> None:
+    page.get_by_role("button", name="System prompt and sampling").click()
+    page.get_by_label(name).fill(typed)
+    page.get_by_role("button", name="Done").click()
+    if said is None:
+        page.get_by_role("dialog").wait_for(state="hidden")
+        send(page, "Hello")
+        return
+    page.get_by_role("alert").filter(has_text=said).wait_for()
+    page.keyboard.press("Escape")
+
+
 def test_a_value_out_of_its_range_is_said_and_nothing_is_kept_of_what_is_cancelled(page: Any) -> None:
     opened = page.get_by_role("button", name="System prompt and sampling")
     opened.click()
@@ -408,6 +432,7 @@ def test_what_two_tabs_say_at_once_is_kept_twice(page: Any, server: Served, othe
     other.locator("article.mine").filter(has_text="Slow one").wait_for()
     page.locator("article.theirs").filter(has_text="fox").wait_for()  # the server has begun
     server.engine.script = Script()
+    other.evaluate("() => { BroadcastChannel.prototype.postMessage = () => {}; }")  # the first tab does not hear it ask
     send(other, "Fast two")
     page.get_by_role("alert").filter(has_text="kept as a conversation of its own").wait_for()
     assert page.locator("#conversations li").count() == 2

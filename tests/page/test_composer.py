@@ -168,3 +168,23 @@ def test_what_cannot_be_fetched_is_said_and_tried_again(page: Any) -> None:
     wanted.click()
     page.get_by_label("System prompt", exact=True).wait_for()
     page.keyboard.press("Escape")
+
+
+def test_a_long_message_that_is_refused_outlives_another_conversation_and_a_reload(page: Any) -> None:
+    send(page, "The first one")
+    text = "fox " * 300_000
+    composer(page).fill(text)
+    page.keyboard.press("Enter")
+    page.get_by_role("alert").filter(has_text="token").wait_for()
+    assert composer(page).input_value() == text.strip()
+    page.get_by_role("button", name="New conversation").click()
+    assert composer(page).input_value() == ""
+    page.locator("#conversations .open").click()
+    wait_until(page, f"document.querySelector('#message').value.length === {len(text) - 1}")
+    page.reload()
+    ready(page)
+    assert composer(page).input_value() == text.strip()
+    composer(page).fill("")
+    page.reload()
+    ready(page)
+    assert composer(page).input_value() == ""

@@ -13,7 +13,7 @@ import pytest
 from reprise.fleet.gateway.metrics import Resumed
 from reprise.fleet.routing import STALE_S
 from tests.fleet.gateway.harness import LOAD
-from tests.page.browser import open_live, send
+from tests.page.browser import open_live, plain, send
 from tests.page.served import served
 from tests.page.served_fleet import ServedFleet, served_fleet
 
@@ -79,10 +79,10 @@ def test_the_fleet_is_shown(browser: Any, gateway: ServedFleet) -> None:
         assert [one.inner_text() for one in replicas.locator(".name").all()] == ["a", "b", "c", "d"]
         states = [one.inner_text() for one in replicas.locator(".state").all()]
         assert states == ["ready", "draining", "loading", "silent"]
-        assert "1,234 conversations, 3 running, 2 waiting, no wait, 0 % busy" in replicas.nth(1).inner_text()
+        assert "1,234 conversations, 3 running, 2 waiting, no wait, 0 % busy" in plain(replicas.nth(1))
         assert fleet.get_by_role("meter", name="b: Memory in use").get_attribute("aria-valuenow") == "50"
         assert fleet.get_by_role("meter", name="Redis in use").get_attribute("aria-valuenow") == "25"
-        assert "3.0 GiB of 12 GiB (25 %)" in fleet.inner_text()
+        assert "3.0 GiB of 12 GiB (25 %)" in plain(fleet)
         assert "1 of 4" in fleet.locator(".tile").first.inner_text()
 
 

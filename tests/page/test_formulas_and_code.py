@@ -124,3 +124,15 @@ def test_axe_finds_nothing_in_them(page: Any, script: Script, axe: str) -> None:
         page.emulate_media(color_scheme=theme)
         found = page.evaluate("axe.run().then((result) => result.violations.map((one) => [one.id, one.nodes[0].html]))")
         assert found == [], theme
+
+
+def test_what_cannot_be_fetched_is_said_and_comes_later(page: Any, script: Script) -> None:
+    script.answer = f"So $x^2$ is.\n\n```py\n{CODE}```"
+    page.route("**/page/vendor/**", lambda route: route.abort())
+    answer = send(page, "Hello")
+    answer.get_by_text("Formulas or the colours of code cannot be fetched now.").wait_for()
+    assert "$x^2$" in answer.locator(".text").inner_text()
+    page.unroute("**/page/vendor/**")
+    answer.locator("math").wait_for()
+    answer.locator(".code-keyword").first.wait_for()
+    assert answer.get_by_text("cannot be fetched").count() == 0

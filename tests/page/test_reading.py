@@ -15,7 +15,7 @@ pytestmark = pytest.mark.servers
 CHATS = "**/v1/chat/completions"
 IN_WORDS = """async ([progress, place, age]) => {
   const { waitInWords } = await import("/page/reading.js");
-  return waitInWords(progress, place, age);
+  return waitInWords(progress, place, age)?.replaceAll("\u00a0", " ") ?? null; // between number and unit
 }"""
 
 
@@ -47,6 +47,7 @@ def told(read: int, *, prompt: int = 5500, cached: int = 0, ahead: int = 0, left
         (told(3250, cached=1000, left=400_000), None, 0, "Reading 4,500 tokens … 50 %, about 7 min"),
         (told(2750), None, 0, "Reading 5,500 tokens … 50 %"),
         (told(5500, cached=5500), None, 0, None),
+        (told(0, prompt=1), None, 0, "Reading 1 token …"),
     ],
 )
 def test_a_wait_in_words(page: Any, progress: Progress, place: str | None, age_ms: float, words: str | None) -> None:

@@ -1,5 +1,6 @@
 """Tests the line under an answer: what was saved, what was remembered, and why something was not."""
 
+import re
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ pytestmark = pytest.mark.servers
 
 IN_WORDS = """async (report) => {
   const { inWords, tokensOf } = await import("/page/provenance.js");
-  return inWords({ ...report, tokens: tokensOf(report.x_cache) });
+  return inWords({ ...report, tokens: tokensOf(report.x_cache) }).replaceAll("\u00a0", " "); // between number and unit
 }"""
 RESTARTED = {"disk_tokens": 5535, "computed_tokens": 15}
 
@@ -42,6 +43,10 @@ def script(server: Served) -> Script:
         (
             {"ttft_ms": 100, "saved_ms": 0, "x_cache": {"computed_tokens": 31}, "reasons": {"new": 31}},
             "100 ms to the first word · read 31 tokens, all of them new",
+        ),
+        (
+            {"ttft_ms": 100, "saved_ms": 0, "x_cache": {"computed_tokens": 1}, "reasons": {"new": 1}},
+            "100 ms to the first word · read 1 token, a new one",
         ),
         (
             {"ttft_ms": 2300, "saved_ms": 0, "x_cache": {"computed_tokens": 273}, "reasons": {"expired": 270}},
@@ -143,3 +148,20 @@ def test_settings_of_a_new_conversation_outlive_a_reload(page: Any) -> None:
     body = asked.value.post_data_json
     assert (body["messages"][0]["content"], body["max_tokens"]) == ("Be brief.", 7)
     assert page.evaluate("sessionStorage.getItem('reprise.options')") is None
+
+
+def test_no_line_ends_between_a_number_and_its_unit_and_one_token_is_no_tokens(page: Any, server: Served) -> None:
+    server.engine.script.report = {"prompt_tokens": 31, "hbm_tokens": 30, "truncated_tokens": 1}
+    page.get_by_role("button", name="System prompt and sampling").click()
+    page.get_by_label("Longest answer").fill("1")
+    page.get_by_role("button", name="Done").click()
+    send(page, "One").locator(".provenance summary").click()
+    open_live(page)
+    page.locator('[data-part="tiers"] .tier').first.wait_for()
+    page.locator('[data-part="ttft"] .tile').first.wait_for()
+    titles = page.locator("[title]").evaluate_all("(all) => all.map((one) => one.title)")
+    text = "\n".join([page.locator("body").inner_text(), *titles])
+    assert "limit of 1\xa0token." in text
+    assert "1\xa0token read now" in text
+    assert re.findall(r"\d (?:ms|s|min|h|k|%|tokens?|[KMGT]?i?B)\b", text) == []
+    assert re.findall(r"\b1\s(?:token|answer|conversation|hour|day)s", text) == []

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -16,6 +17,7 @@ from tests.page.test_sidebar import WRITE
 pytestmark = pytest.mark.servers
 
 ROWS = "#conversations .open"
+KEPT_HERE = 'import("/page/store.js").then((store) => store.list().length)'
 
 
 @pytest.fixture(autouse=True)
@@ -185,19 +187,80 @@ def test_a_dot_says_where_it_lies_and_a_tooltip_until_when(page: Any, server: Se
     assert page.get_by_role("button", name="Pin “About anew”").count() == 0, "there is nothing to pin"
 
 
-def test_a_conversation_with_calls_is_not_opened(page: Any, server: Served) -> None:
-    call = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+def call_a_tool(server: Served, *more: dict[str, Any], result: str = "blue", arguments: str = "{}") -> None:
+    """A conversation of a program that calls a tool."""
+    call = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": arguments}}
     messages = [
+        {"role": "system", "content": "Use tools."},
         {"role": "user", "content": "Look"},
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "content": "blue", "tool_call_id": "c1"},
+        {"role": "assistant", "content": "I look.", "tool_calls": [call]},
+        {"role": "tool", "content": result, "tool_call_id": "c1"},
+        *more,
     ]
     body = {"model": "test-model", "messages": messages, "session_id": "agent"}
     httpx.post(f"{server.url}/v1/chat/completions", json=body).raise_for_status()
+
+
+def test_a_conversation_with_calls_is_read_and_not_gone_on_with(page: Any, server: Served, tmp_path: Path) -> None:
+    hostile = "<img src=x onerror=alert()> **b**"
+    call_a_tool(server, result=hostile, arguments='{"at": 12345678901234567890}')
     reload(page)
     page.locator(ROWS).filter(has_text="Look").click()
-    page.get_by_role("alert").filter(has_text="cannot be opened: It has calls of tools").wait_for()
+    folded = page.locator("details.thought")
+    answered(page, 4)
+    assert folded.locator("summary").all_inner_texts() == ["System prompt", "Called look", "look answered"]
+    assert page.locator("article .text").all_inner_texts() == [
+        "",
+        "Look",
+        "I look.",
+        "",
+        "Hello there, how are you today?",
+    ]
+    for place, text in enumerate(("Use tools.", '{"at": 12345678901234567890}', hostile)):
+        folded.nth(place).locator("summary").click()
+        assert folded.nth(place).locator(".thought-text").inner_text() == text
+    assert page.locator("#thread").get_by_role("button").all_inner_texts() == ["", "", ""], "three texts to copy"
+    with page.expect_download() as download:
+        page.get_by_role("button", name="As Markdown").click()
+    download.value.save_as(tmp_path / "one.md")
+    assert f"look answered:\n\n    {hostile}\n" in (tmp_path / "one.md").read_text()
+    asked = len(server.engine.submitted)
+    composer(page).fill("And now?")
+    page.keyboard.press("Enter")
+    page.get_by_role("alert").filter(has_text="only the program can go on with it").wait_for()
+    assert composer(page).input_value() == "And now?"
+    composer(page).fill("")
+    page.keyboard.press("ArrowUp")
+    page.get_by_role("button", name="System prompt and sampling").click()
+    page.get_by_role("alert").filter(has_text="sends its own system prompt").wait_for()
+    assert (len(server.engine.submitted), page.locator("form.edit-form").count()) == (asked, 0)
+    assert page.evaluate(KEPT_HERE) == 0
+    reload(page)
+    answered(page, 4)
+    page.get_by_role("button", name="New conversation").click()
     assert send(page, "Hello").locator(".text").inner_text()
+    assert server.engine.submitted[-1].session_id != "agent"
+
+
+def test_a_turn_does_not_write_over_what_a_program_said_with_tools(page: Any, server: Served) -> None:
+    send(page, "One")
+    session = server.engine.submitted[-1].session_id
+    call = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    messages = [
+        {"role": "user", "content": "One"},
+        {"role": "assistant", "content": "Hello there, how are you today?"},
+        {"role": "user", "content": "Two"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "blue", "tool_call_id": "c1"},
+    ]
+    body = {"model": "test-model", "messages": messages, "session_id": session}
+    httpx.post(f"{server.url}/v1/chat/completions", json=body).raise_for_status()
+    composer(page).fill("Three")
+    page.keyboard.press("Enter")
+    page.get_by_role("alert").filter(has_text="A program has gone on with this conversation").wait_for()
+    assert composer(page).input_value() == "Three"
+    listed_there = httpx.get(f"{server.url}/v1/sessions/{session}/messages").json()["data"]
+    assert [message["role"] for message in listed_there].count("tool") == 1
 
 
 def test_a_server_without_lists_shows_no_dots(page: Any, server: Served) -> None:

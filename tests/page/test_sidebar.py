@@ -166,3 +166,114 @@ def test_axe_finds_nothing_in_the_list(page: Any, titles: Any, axe: str) -> None
         page.emulate_media(color_scheme=theme)
         found = page.evaluate("axe.run().then((result) => result.violations.map((one) => [one.id, one.nodes[0].html]))")
         assert found == [], theme
+
+
+def test_escape_in_the_search_field_stops_no_answer(page: Any, server: Served, titles: Any) -> None:
+    server.engine.script = Script(answer="fox " * 200, step_s=0.1)
+    composer(page).fill("Go on")
+    page.keyboard.press("Enter")
+    page.locator('article.theirs[data-streaming="true"] .text').filter(has_text="fox").wait_for()
+    page.keyboard.press("Control+k")
+    page.keyboard.type("Owls")
+    for _ in range(3):
+        page.keyboard.press("Escape")
+    assert page.get_by_role("searchbox").input_value() == ""
+    page.wait_for_timeout(100)
+    assert page.get_by_role("button", name="Stop", exact=True).is_visible()
+    assert page.evaluate(FOCUSED) == "search"
+    page.set_viewport_size({"width": 390, "height": 800})
+    page.keyboard.press("Control+k")
+    page.keyboard.press("Escape")
+    assert page.locator("#sidebar").is_hidden(), "on a narrow screen it uncovers the chat"
+    page.get_by_role("button", name="Stop", exact=True).click()
+
+
+def test_a_conversation_that_a_search_hides_is_renamed_all_the_same(page: Any, titles: Any) -> None:
+    page.locator("#conversations .open").filter(has_text="Ships").click()
+    page.locator("#thread").get_by_text("about the sea").wait_for()
+    page.keyboard.press("Control+k")
+    page.keyboard.type("Owls")
+    wait_until(page, "document.querySelectorAll('#conversations .open').length === 1")
+    page.keyboard.press("F2")
+    name = page.get_by_label("Name of the conversation")
+    assert name.input_value() == "Ships"
+    assert page.get_by_role("searchbox").input_value() == ""
+    name.fill("Boats")
+    page.keyboard.press("Enter")
+    assert titles() == ["Foxes", "Owls", "Boats", "Tea", "Wine"]
+    page.keyboard.press("Control+k")
+    page.keyboard.type("Boats")
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("F2")
+    page.keyboard.type("Rafts")
+    page.keyboard.press("Enter")
+    wait_until(page, f"({FOCUSED}) === 'search'")  # which does not find it by its new name
+
+
+def test_the_focus_stays_in_the_list_when_a_row_of_a_search_is_deleted(page: Any, titles: Any) -> None:
+    page.keyboard.press("Control+k")
+    page.keyboard.type("s")
+    page.get_by_role("heading", name="By name").wait_for()
+    assert titles() == ["Foxes", "Owls", "Ships"]
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("ArrowDown")
+    for gone, focused in (("Owls", "Ships"), ("Ships", "Foxes"), ("Foxes", "search")):
+        page.keyboard.press("Delete")
+        page.get_by_role("dialog").get_by_text(gone).wait_for()
+        page.get_by_role("button", name="Delete", exact=True).press("Enter")
+        wait_until(
+            page, f"![...document.querySelectorAll('#conversations .open')].some((row) => row.textContent === '{gone}')"
+        )
+        assert page.evaluate(FOCUSED) == focused
+
+
+def test_conversations_of_one_title_are_told_apart(page: Any) -> None:
+    rows = [
+        {"id": f"page-{place}", "title": title, "daysAgo": days, "said": "Hello"}
+        for place, (title, days) in enumerate([("Hello", 0), ("Hello", 9), ("Hello", 9), ("Other", 9), ("شارع", 9)])
+    ]
+    page.evaluate(WRITE, rows)
+    reload(page)
+    shown = page.locator("#conversations .open")
+    times = page.locator("#conversations .time").all_inner_texts()
+    assert len(times) == len(set(times)) == 3
+    assert (shown.nth(0).locator(".name").inner_text(), times[2]) == ("Hello", f"{times[1]} (2)")
+    assert page.get_by_role("button", name=f"Delete “Hello”, {times[0]}", exact=True).count() == 1
+    assert page.get_by_role("button", name="Other", exact=True).count() == 1
+    turned = page.locator("#conversations li").filter(has_text="شارع")
+    assert turned.locator(".open").get_attribute("title").startswith("\u2068شارع\u2069")
+    assert turned.get_by_role("button").last.get_attribute("aria-label") == "Delete “\u2068شارع\u2069”"
+
+
+def test_rows_of_a_long_list_get_their_buttons_when_they_are_reached(browser: Any, server: Served) -> None:
+    """Use a browser that is never idle."""
+    page = browser.new_context().new_page()
+    page.add_init_script("window.requestIdleCallback = (work) => { window.work = work; };")
+    page.goto(server.url)
+    rows = [
+        {"id": f"page-{n}", "title": f"Chat {n}", "daysAgo": 3 + n / 1e4, "said": f"needle{n}."} for n in range(300)
+    ]
+    page.evaluate(WRITE, rows)
+    reload(page)
+    items = page.locator("#conversations li")
+    assert items.count() == 300
+    assert (items.nth(0).get_by_role("button").count(), items.nth(299).get_by_role("button").count()) == (3, 1)
+    items.nth(150).hover()
+    assert items.nth(150).get_by_role("button").count() == 3
+    page.keyboard.press("Control+k")
+    page.keyboard.press("Tab")
+    page.keyboard.press("End")
+    assert page.evaluate(FOCUSED) == "Chat 299"
+    page.keyboard.press("ArrowRight")
+    assert page.evaluate(FOCUSED) == "Rename"
+    assert items.nth(200).get_by_role("button").count() == 1
+    page.evaluate("window.work({ timeRemaining: () => 50 })")
+    assert items.nth(200).get_by_role("button").count() == 3
+    page.keyboard.press("Control+k")
+    page.keyboard.type("needle29")
+    page.get_by_role("heading", name="In what was said").wait_for()
+    wait_until(page, "document.querySelectorAll('#conversations .open').length === 11")
+    assert [row.split()[1] for row in page.locator("#conversations .open").all_inner_texts()] == [
+        "29", *(str(n) for n in range(290, 300)),
+    ]  # fmt: skip
+    page.context.close()

@@ -10,6 +10,7 @@ from tests.app.fakes import Script
 from tests.page.browser import answered, send
 from tests.page.conftest import FORGET, forget_in_server
 from tests.page.served import Served
+from tests.page.test_sidebar import WRITE
 
 pytestmark = pytest.mark.servers
 
@@ -80,7 +81,7 @@ def test_a_file_adds_what_the_server_did_not_have_of_a_conversation(page: Any, s
     page.locator("#conversations .open").click()
     answered(page, 1)
     assert page.locator(".provenance").count() == 0
-    for said in ("0 added, 1 that were here got more from the file.", "0 added, 1 were here already."):
+    for said in ("0 added, 1 that was here got more from the file.", "0 added, 1 was here already."):
         bring(page, (tmp_path / "all.json").read_bytes())
         page.get_by_text(said, exact=True).wait_for()
     page.locator(".provenance").wait_for()
@@ -154,6 +155,51 @@ def test_odd_fields_of_a_file_are_left_out(page: Any) -> None:
         send(page, "And?")
     body = json.loads(asked.value.post_data)
     assert (body["seed"], body["model"], "max_tokens" in body) == (3, "test-model", False)
+
+
+def test_figures_of_a_file_that_nothing_can_be_are_left_out(page: Any) -> None:
+    huge = 1e300
+    answer = {
+        "id": 2, "parent": 1, "role": "assistant", "content": "Yes", "end": "length", "limit": 0.5,
+        "thought": "So.", "thought_ms": huge,
+        "report": {
+            "tokens": {"hbm": huge, "disk": 4, "computed": 1.5}, "timings": {"queue_ms": huge},
+            "reasons": {"new": huge},
+            "ttft_ms": huge, "saved_ms": 9e99, "completion_tokens": huge,
+        },
+    }  # fmt: skip
+    options = {
+        "temperature": 99,
+        "max_tokens": 0.5,
+        "top_k": huge,
+        "seed": 2**70,
+        "top_p": 0.25,
+        "repetition_penalty": 0,
+    }
+    odd = conversation(options=options, updated=huge, head=2)
+    odd["messages"].append(answer)
+    bring(page, json.dumps({"kind": "reprise-conversations", "conversations": [odd]}).encode())
+    page.get_by_text("1 added.").wait_for()
+    page.locator("#conversations .open").click()
+    shown = answered(page, 1)
+    assert page.locator("#conversations h2").all_inner_texts() == ["Today"]
+    assert "on disk 4" in shown.locator(".bar").get_attribute("aria-label")
+    assert "Ended where the model's window is full." in shown.inner_text()
+    for figure in ("e+", "∞", "NaN", "Invalid", ",000,000"):
+        assert figure not in shown.inner_text()
+    with page.expect_request("**/v1/chat/completions") as asked:
+        send(page, "And?")
+    body = json.loads(asked.value.post_data)
+    assert body["top_p"] == 0.25
+    assert {"temperature", "max_tokens", "top_k", "seed", "repetition_penalty"}.isdisjoint(body)
+    assert page.evaluate("import('/page/store.js').then((store) => store.list()[0].updated <= Date.now())")
+
+
+def test_a_list_with_a_time_that_is_none_is_drawn(page: Any) -> None:
+    """Draw what an earlier version of the page may have taken from a file."""
+    page.evaluate(WRITE, [{"id": f"page-{n}", "title": "Odd", "daysAgo": -1e300, "said": "Odd"} for n in range(2)])
+    reload(page)
+    assert sorted(page.locator("#conversations .open").all_text_contents()) == ["Odd", "Odd, (2)"]
 
 
 def test_a_database_that_was_closed_meanwhile_is_opened_again(page: Any) -> None:

@@ -1,12 +1,13 @@
 """Tests one conversation on two devices: what was said on one of them is found on both, in the order of the turns."""
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.app.fakes import Script
+from tests.app.fakes import Script, session_info
 from tests.page.browser import answered, composer, send
 from tests.page.served import Served
 
@@ -123,3 +124,63 @@ def test_the_last_answer_that_was_brought_may_be_a_part_and_goes_on(page: Any, d
         ending.get_by_role("button", name="Continue").click()
     assert asked.value.post_data_json["continue_final_message"] is True
     ending.wait_for(state="hidden")
+
+
+def test_nothing_is_sent_while_another_tab_writes_an_answer(page: Any, server: Served) -> None:
+    send(page, "One")
+    server.engine.script.answer, server.engine.script.step_s = "fox " * 60 + "end.", 0.05
+    composer(page).fill("Two")
+    page.keyboard.press("Enter")
+    page.locator('article.theirs[data-streaming="true"]').nth(0).wait_for()
+    tab = page.context.new_page()
+    tab.goto(page.url)
+    tab.get_by_text("Another tab writes this answer.").wait_for()
+    composer(tab).fill("Three")
+    tab.keyboard.press("Enter")
+    tab.get_by_role("alert").filter(has_text="Another tab writes an answer in this conversation.").wait_for()
+    assert composer(tab).input_value() == "Three"
+    assert mine(tab) == ["One", "Two"]
+    server.engine.script = Script()
+    tab.locator("article .text").filter(has_text="end.").wait_for()  # when it is there
+    assert mine(page) == ["One", "Two"]
+    assert page.locator("#notice").is_hidden(), "the first tab's answer is kept where it was asked for"
+    tab.keyboard.press("Enter")
+    answered(tab, 3)
+    assert mine(tab) == ["One", "Two", "Three"]
+    assert tab.get_by_text("Broken off").count() == 0
+    assert page.locator("#conversations .open").count() == 1
+    tab.close()
+
+
+def test_an_empty_answer_of_a_tab_that_was_closed_does_not_stay(page: Any, server: Served) -> None:
+    server.engine.script.start_s = 60.0
+    composer(page).fill("One")
+    page.keyboard.press("Enter")
+    page.locator('article.theirs[data-streaming="true"]').wait_for()
+    page.wait_for_timeout(200)  # for the database
+    page.reload()
+    page.get_by_text("Broken off.").wait_for()
+    server.engine.script = Script()
+    composer(page).fill("Two")
+    page.keyboard.press("Enter")
+    page.get_by_text("how are you today?").wait_for()
+    assert mine(page) == ["One", "Two"]
+    assert page.locator("article.theirs").count() == 1
+    assert page.get_by_text("Broken off").count() == 0
+
+
+def test_nothing_is_sent_while_another_device_writes_an_answer(page: Any, server: Served) -> None:
+    send(page, "One")
+    session = server.engine.submitted[-1].session_id
+    server.engine.kept["local", session] = session_info(session, last_used_s=time.time(), running=True)
+    page.reload()
+    page.locator("#conversations .dot").wait_for()  # the server's list is there
+    composer(page).fill("Two")
+    page.keyboard.press("Enter")
+    page.get_by_role("alert").filter(has_text="Another device writes an answer in this conversation.").wait_for()
+    assert composer(page).input_value() == "Two"
+    assert kept(server, session) == mine(page) == ["One"]
+    server.engine.kept["local", session] = session_info(session, last_used_s=time.time())
+    page.keyboard.press("Enter")
+    answered(page, 2)
+    assert kept(server, session) == mine(page) == ["One", "Two"]

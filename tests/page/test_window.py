@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tests.app.fakes import WINDOW, Script
-from tests.page.browser import send
+from tests.page.browser import plain, send
 from tests.page.served import Served
 
 pytestmark = pytest.mark.servers
@@ -38,12 +38,12 @@ def test_the_window_is_measured_and_its_beginning_is_marked(page: Any, server: S
     # The first answer ends at token `used`, the second question at 120: of 100 tokens that are dropped, the last ones
     # are the second question's.
     turn(page, server, "Three", prompt=150, truncated=100)
-    assert rule.inner_text() == "The model no longer reads what is above (100 tokens)."
+    assert plain(rule) == "The model no longer reads what is above (100 tokens)."
     order = page.locator("#thread > :is(article, .rule)").evaluate_all("all => all.map((one) => one.innerText)")
     assert order[2].startswith("The model no longer reads")
     assert order[3].endswith("Two")
     turn(page, server, "Four", prompt=170, truncated=100, recalled=32)
-    assert rule.inner_text().endswith("(100 tokens). The last answer recalled 32 of them.")
+    assert plain(rule).endswith("(100 tokens). The last answer recalled 32 of them.")
     page.reload()
     page.locator('#server[data-state="ready"]').wait_for()
     rule.wait_for()
