@@ -207,7 +207,7 @@ def test_a_conversation_that_a_search_hides_is_renamed_all_the_same(page: Any, t
     page.keyboard.press("F2")
     page.keyboard.type("Rafts")
     page.keyboard.press("Enter")
-    wait_until(page, f"({FOCUSED}) === 'search'")  # which does not find it by its new name
+    wait_until(page, f"({FOCUSED}) === 'search'")  # the search does not find it by its new name
 
 
 def test_the_focus_stays_in_the_list_when_a_row_of_a_search_is_deleted(page: Any, titles: Any) -> None:
