@@ -27,9 +27,9 @@ from reprise.app.conversations.response_store import (
     NotStored,
     StoredConversation,
     TooLong,
+    not_reachable,
 )
 from reprise.app.conversations.stored_records import BadRecord, conversation_of, item_of, items_of, response_of, text_of
-from reprise.app.errors import ApiError, unavailable
 
 DEADLINE_S = 3.0  # for one operation, whatever the server or the network does
 SOCKET_S = 2.0
@@ -340,14 +340,14 @@ class RedisStore:
         try:
             await self._run(what, key, *values)
         except BadRecord:
-            raise _away() from None
+            raise not_reachable() from None
 
     async def _run(self, what: str, key: str, *values: str | bytes | int) -> list[Any]:
         """Run an operation of the store's Lua script and return its reply. what: the operation. key: the record.
         values: the operation's arguments. Raises ApiError while Redis is away, and BadRecord if Redis finds other data
         than the script writes."""
         if not self._breaker.allows(time.monotonic()):
-            raise _away()
+            raise not_reachable()
         now = time.time()
         try:
             async with asyncio.timeout(DEADLINE_S):
@@ -364,7 +364,7 @@ class RedisStore:
             self._is_away = True
             if isinstance(error, self._garbage):
                 raise BadRecord(str(error)) from None
-            raise _away() from None
+            raise not_reachable() from None
         self._breaker.succeeded()
         self._is_away = False
         if answer == NOT_STORED:
@@ -392,9 +392,3 @@ def _response(tenant: str, response_id: str) -> str:
 
 def _conversation(tenant: str, conversation_id: str) -> str:
     return f"{PREFIX}conversation:{tenant}:{conversation_id}"
-
-
-def _away() -> ApiError:
-    return unavailable(
-        "Responses and conversations cannot be reached right now.", code="unavailable", retry_after_s=5.0
-    )
