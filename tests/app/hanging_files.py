@@ -1,5 +1,5 @@
-"""A stand-in for a disk that hangs under the server's own files. It needs no root: SQLite's calls and those of `os` wait
-in the threads that call that disk."""
+"""A stand-in for a disk that hangs under the server's own files. It needs no root: SQLite's calls and those of `os`
+wait in the threads that call that disk."""
 
 import os
 import sqlite3
