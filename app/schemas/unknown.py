@@ -6,21 +6,28 @@ as a JSON schema or the arguments of a call, is not. The whole costs about as mu
 
 import functools
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel
+from pydantic import BaseModel, BeforeValidator
 
 MAX_NAMES = 64  # most that are collected of one body
 MAX_NAME_CHARS = 64  # longest name of one field; the rest of it is left out
-_SAID_ANYHOW = frozenset(
+SAID_ANYHOW = frozenset(
     {"annotations", "audio", "caller", "citations", "id", "index", "logprobs", "object", "provider_specific_fields"}
     | {"function_call", "reasoning", "reasoning_details", "refusal", "status", "thinking"}
     | {"cache_control", "eager_input_streaming", "include_obfuscation"}
 )
 """Fields that come back from answers of this server and others, or were read when the history was made readable, and
 marks for the caches and streams of others. They change no prompt, and every agent sends them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Holds:
+    """Says in an annotation what objects a field holds whose type leaves that open."""
+
+    model: type[BaseModel]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,14 +81,17 @@ def _look(value: object, path: str, kinds: _Kinds, found: dict[str, None]) -> No
 @functools.cache
 def _shape_of(model: type[BaseModel]) -> _Shape:
     fields = {field.alias or name: field for name, field in model.model_fields.items()}
-    inner = tuple((name, kinds) for name, field in fields.items() if (kinds := _kinds_of(field.annotation)) is not None)
+    held = {name: _kinds_of(field.annotation, *field.metadata) for name, field in fields.items()}
+    held |= {name: _kinds_of(kind) for name, kind in getattr(model, "read_as", {}).items()}
+    inner = tuple((name, kinds) for name, kinds in held.items() if kinds is not None)
     read_elsewhere = getattr(model, "refused", frozenset()) | getattr(model, "converted", frozenset())
-    return _Shape(_SAID_ANYHOW | fields.keys() | read_elsewhere, inner)
+    return _Shape(SAID_ANYHOW | fields.keys() | read_elsewhere, inner)
 
 
-def _kinds_of(annotation: object) -> _Kinds | None:
-    """Return the kinds of objects that a field of a type may hold; None if it holds none that is known."""
-    models = list(dict.fromkeys(_models(annotation)))
+def _kinds_of(annotation: object, *metadata: object) -> _Kinds | None:
+    """Return the kinds of objects that a field of a type may hold; None if it holds none that is known. metadata: what
+    is annotated to the field."""
+    models = list(dict.fromkeys([*_models(annotation), *_annotated(metadata)]))
     if not models:
         return None
     by_type = {kind: _shape_of(model) for model in models for kind in _types(model)}
@@ -95,10 +105,22 @@ def _models(annotation: object) -> Iterator[type[BaseModel]]:
         yield annotation
     origin = get_origin(annotation)
     if origin is Annotated:
-        yield from _models(get_args(annotation)[0])
+        kind, *metadata = get_args(annotation)
+        yield from _models(kind)
+        yield from _annotated(metadata)
     elif origin in (list, Union, types.UnionType):
         for part in get_args(annotation):
             yield from _models(part)
+
+
+def _annotated(metadata: Iterable[object]) -> Iterator[type[BaseModel]]:
+    """Yield the types of objects that a client may send where a validator makes something else of them, such as the
+    parts of a content."""
+    for one in metadata:
+        if isinstance(one, Holds):
+            yield one.model
+        elif isinstance(one, BeforeValidator):
+            yield from _models(one.json_schema_input_type)
 
 
 def _may_lack_type(model: type[BaseModel]) -> bool:
