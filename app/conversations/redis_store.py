@@ -225,7 +225,12 @@ class RedisStore:
         return self._breaker.failures
 
     async def close(self) -> None:
-        await self._redis.aclose()
+        """Close the connections. Those that cannot be closed in time, as Redis is away, are left."""
+        try:
+            async with asyncio.timeout(SOCKET_S):
+                await self._redis.aclose()
+        except self._failures as error:
+            log.info("connections to Redis were left open, as it is away: %s", type(error).__name__)
 
     # --- responses ----------------------------------------------------------------------------------------------------
 

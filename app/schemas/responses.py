@@ -269,17 +269,17 @@ def _conversation(value: object) -> object:
     return {"id": value} if isinstance(value, str) else value
 
 
-class ChosenTool(BaseModel):
+class NamedTool(BaseModel):
     type: str
     name: str | None = None
     namespace: str | None = None
 
 
-class ChosenTools(ChosenTool):
+class ToolSelection(NamedTool):
     """What a `tool_choice` that is no word may say. `reprise.app.api.responses.as_chat` reads it."""
 
     mode: str | None = None
-    tools: list[ChosenTool] | None = None
+    tools: list[NamedTool] | None = None
 
 
 class ResponseRequest(Part):
@@ -304,7 +304,7 @@ class ResponseRequest(Part):
     top_logprobs: int | None = Field(None, ge=0, le=20)
     include: list[Annotated[str, Field(max_length=128)]] | None = Field(None, max_length=16)
     tools: list[ResponseTool] | None = Field(None, max_length=MAX_TOOLS)
-    tool_choice: Annotated[Any, Holds(ChosenTools)] = None
+    tool_choice: Annotated[Any, Holds(ToolSelection)] = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
