@@ -100,6 +100,7 @@ class DiskThread:
         self._lock = threading.Lock()  # guards the state of jobs, and the start
         self._jobs: SimpleQueue[_Job[Any] | None] = SimpleQueue()  # None ends the thread
         self._thread: threading.Thread | None = None
+        self._is_closed = False
 
     def run(self, work: Callable[[], T]) -> T:
         """Return or raise what `work` does. Raises DiskAway at once while the disk is away, or when `work` has not
@@ -107,6 +108,8 @@ class DiskThread:
         if threading.current_thread() is self._thread:
             return work()  # a part of a call
         self._disk.require()
+        if self._is_closed:
+            raise DiskAway("it was closed")
         job = _Job(work)
         self._start()
         self._jobs.put(job)
@@ -124,7 +127,8 @@ class DiskThread:
         return cast(T, job.result)
 
     def close(self) -> None:
-        """End the thread when it has done what it was told. Does not wait for it."""
+        """End the thread when it has done what it was told. Does not wait for it. Later calls raise DiskAway."""
+        self._is_closed = True
         self._jobs.put(None)
 
     def _start(self) -> None:

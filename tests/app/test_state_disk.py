@@ -120,6 +120,8 @@ def test_a_thread_ends_when_it_is_closed_or_forgotten(disk):
     assert num_alive() == 2
     closed.close()
     wait_until(lambda: num_alive() == 1)
+    with pytest.raises(DiskAway):
+        closed.run(lambda: None)
     del thread, forgotten
     gc.collect()
     wait_until(lambda: num_alive() == 0)
