@@ -45,6 +45,11 @@ async def answers_in_time(running: Running, path: str, body: dict[str, Any], mos
     return answer.json()
 
 
+async def recorded(running: Running) -> None:
+    """Wait until what was said is in the file."""
+    assert (await running.http.get("/v1/sessions/a/messages")).status_code == 200
+
+
 async def mended(running: Running, files: HangingFiles) -> None:
     files.mend()
     await until(lambda: not running.app.state.state_disk.is_away)
@@ -52,6 +57,7 @@ async def mended(running: Running, files: HangingFiles) -> None:
 
 async def test_turns_go_on_without_their_transcripts(here: Running, files: HangingFiles) -> None:
     first = (await here.chat("Hello", session_id="a")).json()["choices"][0]["message"]
+    await recorded(here)
     files.hang()
     messages = [{"role": "user", "content": "Hello"}, first, {"role": "user", "content": "And now?"}]
     chat = {"model": "test-model", "messages": messages}
@@ -75,6 +81,7 @@ async def test_what_is_asked_for_by_name_is_told_and_there_when_the_disk_answers
     await here.chat("Hello", session_id="a")
     stored = (await here.http.post("/v1/responses", json=ask())).json()
     conversation = (await here.http.post("/v1/conversations", json={})).json()
+    await recorded(here)
     files.hang()
     started = time.monotonic()
     asked = [
