@@ -144,9 +144,10 @@ def _serve(jobs: "SimpleQueue[_Job[Any] | None]", lock: threading.Lock, disk: St
     """Do the jobs of one DiskThread. A function, so that the thread does not keep that object alive."""
     while (job := jobs.get()) is not None:
         with lock:
-            if job.abandoned:
-                continue
+            is_wanted = not job.abandoned
             job.begun = True
+        if not is_wanted:
+            continue
         try:
             job.result = job.work()
         except BaseException as error:

@@ -90,6 +90,7 @@ async def follow_keys(
     # The file may be on a network file system, and not on the one with the server's other files.
     thread = StateDisk("the disk of the keys file").thread("disk-keys")
     while True:
+        stamp: tuple[int, ...] | None
         try:
             stamp = await asyncio.to_thread(thread.run, partial(_stamp, path))
         except DiskAway:
