@@ -10,7 +10,7 @@ from queue import SimpleQueue
 from typing import Any, Generic, TypeVar, cast
 
 T = TypeVar("T")
-DEADLINE_S = 5.0  # of one call, as of a read of KV
+DEADLINE_S = 5.0  # the longest wait for one call, the same as for a read of KV
 FIRST_PAUSE_S = 0.5  # before a disk that was given up is called again; doubled if it is given up again soon
 LONGEST_PAUSE_S = 30.0
 SETTLED_S = 60.0  # a disk that was used for so long begins with the first pause again
@@ -22,8 +22,8 @@ class DiskAway(Exception):
 
 
 class StateDisk:
-    """What is known of one disk, shared by all that call it, so that one caller waits for a disk that hangs and not
-    each of them. The first call that misses the deadline gives the disk up: every call fails at once until the overdue
+    """Knows whether one disk answers, for all that call it, so that one caller waits for a disk that hangs and not each
+    of them. The first call that misses the deadline gives the disk up: every call fails at once until the overdue
     ones have ended, and for a pause after that. Thread-safe."""
 
     def __init__(self, name: str = "the disk of the server's own files", *, deadline_s: float | None = None) -> None:

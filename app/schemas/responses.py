@@ -276,7 +276,7 @@ class NamedTool(BaseModel):
 
 
 class ToolSelection(NamedTool):
-    """What a `tool_choice` that is no word may say. `reprise.app.api.responses.as_chat` reads it."""
+    """Names the fields of a `tool_choice` that is no word. `reprise.app.api.responses.as_chat` reads them."""
 
     mode: str | None = None
     tools: list[NamedTool] | None = None

@@ -125,7 +125,7 @@ def shown(value: object, field: FieldInfo) -> str:
     if isinstance(value, tuple):
         return ", ".join(map(str, value)) if field.repr or not value else f"{len(value)}, not shown"
     if isinstance(value, str) and "://" in value:
-        several = value.split(",")  # or one with a comma in its password
+        several = value.split(",")  # unless a password has a comma in it
         return ",".join(map(_without_login, several if all("://" in one for one in several) else [value]))
     if not field.repr and value:
         return "not shown"

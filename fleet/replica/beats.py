@@ -49,7 +49,7 @@ class Beats:
         self._commits, self._deletions, self._spending = commits, deletions, spending
         self._background, self._readiness, self._clock = background, server.readiness, clock
         self._before: Before | None = None
-        self._said: Status | None = None  # in the last beat
+        self._said: Status | None = None  # the status that the last beat told
         self._born = ""
         self._is_foreign = False
         self._deleting: asyncio.Task[None] | None = None

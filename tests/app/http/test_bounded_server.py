@@ -1,4 +1,4 @@
-"""Tests how a server ends whose lifespan is cancelled, as by a second signal to a gateway or a third one to a server."""
+"""Tests how a server ends whose lifespan is cancelled, as by a gateway's second signal or a server's third one."""
 
 import asyncio
 import logging

@@ -50,7 +50,7 @@ async def test_a_gateway_without_requests_ends_at_once(tmp_path):
 
 @pytest.mark.parametrize("kind", ["fails", "hangs"])
 async def test_a_dead_redis_does_not_end_a_gateway_with_an_error(tmp_path, monkeypatch, kind):
-    """What closing a connection raises, such as uvloop's RuntimeError, would be printed as a traceback."""
+    """An error of closing a connection, such as uvloop's RuntimeError, would be printed as a traceback."""
     pytest.importorskip("redis")
     monkeypatch.setattr(directory_redis, "CLOSE_S", 0.05)
     settings = settings_of(tmp_path, redis_url="redis://127.0.0.1:1/0")

@@ -140,7 +140,7 @@ async def test_a_server_without_a_model_tells_so_and_then_at_once_that_it_has_on
 
 
 async def test_a_server_that_drains_or_restarts_says_so_at_once(beating, monkeypatch):
-    """Until then gateways send it turns that it refuses; and turns wait that it would take."""
+    """Gateways would send it turns that it refuses, or let turns wait that it would take."""
     monkeypatch.setattr(beats_module, "BEAT_S", 3600.0)
     beating.load()
     running = asyncio.create_task(beating.beats.run())
