@@ -41,10 +41,12 @@ class _Shape:
 @dataclass(frozen=True, slots=True)
 class _Kinds:
     """The kinds of objects that a field may hold. by_type: by the values of their field `type`. usual: the kind of an
-    object whose `type` tells nothing; None if it could be any."""
+    object whose `type` tells nothing; None if it could be any. are_texts: whether every kind has a type and a text;
+    plain texts then pass at once, since a body may have tens of thousands."""
 
     by_type: Mapping[str, _Shape]
     usual: _Shape | None
+    are_texts: bool
 
 
 def unknown_within(model: type[object], body: Mapping[str, Any]) -> list[str]:
@@ -60,7 +62,10 @@ def unknown_within(model: type[object], body: Mapping[str, Any]) -> list[str]:
 
 def _look(value: object, path: str, kinds: _Kinds, found: dict[str, None]) -> None:
     """Add what is unknown in an object, or in the objects of a list."""
+    are_texts = kinds.are_texts
     for one in value if isinstance(value, list) else (value,):
+        if are_texts and isinstance(one, dict) and len(one) == 2 and "text" in one and "type" in one:
+            continue
         if len(found) >= MAX_NAMES:
             return
         if not isinstance(one, dict):
@@ -96,7 +101,8 @@ def _kinds_of(annotation: object, *metadata: object) -> _Kinds | None:
         return None
     by_type = {kind: _shape_of(model) for model in models for kind in _types(model)}
     usual = models[0] if len(models) == 1 else next(filter(_may_lack_type, models), None)
-    return _Kinds(by_type, None if usual is None else _shape_of(usual))
+    are_texts = all(_shape_of(model).known >= {"type", "text"} for model in models)
+    return _Kinds(by_type, None if usual is None else _shape_of(usual), are_texts)
 
 
 def _models(annotation: object) -> Iterator[type[BaseModel]]:
