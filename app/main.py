@@ -27,10 +27,11 @@ from reprise.app.observe.answer_log import AnswerLog
 from reprise.app.observe.live import MAX_WATCHERS, Live
 from reprise.app.observe.logs import EngineOutput
 from reprise.app.observe.loss_log import LossLog
-from reprise.app.observe.metrics import Metrics, RedisCollector
+from reprise.app.observe.metrics import Metrics, RedisCollector, StateDiskCollector
 from reprise.app.observe.tracing import OtelTracer, make_tracer
 from reprise.app.settings.settings import Settings
 from reprise.app.state_dir import SecretKeeper, StateDir, open_state_dir, weakness
+from reprise.app.state_disk import StateDisk
 from reprise.app.tenancy.configured_keys import follow_keys_file, make_keyring
 from reprise.app.tenancy.keyring import Keyring
 from reprise.app.tenancy.places import Places
@@ -60,6 +61,7 @@ class Parts:
 
     settings: Settings
     state_dir: StateDir
+    state_disk: StateDisk
     engine: EnginePort
     keyring: Keyring
     hooks: ServerHooks
@@ -98,12 +100,13 @@ def compose(settings: Settings, engine: EnginePort | None) -> Parts:
     keyring = make_keyring(settings)
     tracer = make_tracer(settings.server.traces_endpoint, version())
     state_dir = open_state_dir(settings.state_dir, settings.server.tenant_secret_file)
+    state_disk = StateDisk()
     secret = state_dir.secret
     if (weak := weakness(state_dir.path)) is not None:
         log.warning("%s; %s", *weak)
     if engine is None:
         engine = make_engine(settings, state_dir)
-    text_thread = TextThread(make_transcripts(settings, state_dir.path))
+    text_thread = TextThread(make_transcripts(settings, state_dir.path, state_disk))
     metrics = Metrics(engine=engine, active=lambda: len(service.generations))
     live = Live(engine=engine, places=MAX_WATCHERS)
     observers: list[TurnObserver] = [metrics, live]
@@ -114,7 +117,8 @@ def compose(settings: Settings, engine: EnginePort | None) -> Parts:
     chosen = settings.model
     readiness = Readiness(engine=engine, aliases=chosen.aliases, calls=chosen.calls, thoughts=chosen.thoughts)
     sessions = SessionCommands(engine=engine, readiness=readiness, transcripts=text_thread)
-    store = make_store(settings, state_dir.path)
+    metrics.add(StateDiskCollector(state_disk))
+    store = make_store(settings, state_dir.path, state_disk)
     if isinstance(store, RedisStore):
         metrics.add(RedisCollector(store))
     hooks: ServerHooks = LoneServer(sessions.delete_here)
@@ -129,6 +133,7 @@ def compose(settings: Settings, engine: EnginePort | None) -> Parts:
             sessions=sessions,
             keyring=keyring,
             metrics=metrics,
+            state_disk=state_disk,
         )
     sessions.hooks = hooks
     live.replica = hooks.name
@@ -148,10 +153,11 @@ def compose(settings: Settings, engine: EnginePort | None) -> Parts:
     return Parts(
         settings=settings,
         state_dir=state_dir,
+        state_disk=state_disk,
         engine=engine,
         keyring=keyring,
         hooks=hooks,
-        secret_keeper=SecretKeeper(state_dir.path, None if is_elsewhere else secret),
+        secret_keeper=SecretKeeper(state_dir.path, None if is_elsewhere else secret, state_disk),
         text_thread=text_thread,
         readiness=readiness,
         sessions=sessions,
@@ -191,7 +197,7 @@ async def lifespan(parts: Parts) -> AsyncIterator[None]:
         await parts.quotas.close()
         await parts.engine.stop()
         await parts.text_thread.close()
-        await asyncio.to_thread(parts.secret_keeper.look)
+        await parts.secret_keeper.close()
         if parts.tracer is not None:
             await asyncio.to_thread(parts.tracer.shut_down)
 
@@ -230,12 +236,13 @@ def make_engine(settings: Settings, state_dir: StateDir) -> EngineClient:
     )
 
 
-def make_transcripts(settings: Settings, directory: Path) -> Transcripts:
+def make_transcripts(settings: Settings, directory: Path, disk: StateDisk) -> Transcripts:
     return Transcripts(
         path=directory / TRANSCRIPTS_FILE,
         max_bytes=MAX_TRANSCRIPT_BYTES,
         ttl_s=settings.cache.ttl_s,
         max_answers_per_prompt=MAX_ANSWERS_PER_PROMPT,
+        disk=disk,
     )
 
 
@@ -258,6 +265,7 @@ def join_fleet(
     sessions: SessionCommands,
     keyring: Keyring,
     metrics: Metrics,
+    state_disk: StateDisk,
 ) -> tuple[ServerHooks, Holdings]:
     """Make this server a member of the fleet that the settings name. Returns its hooks, and a counter of the sessions
     and the KV of each key. Raises OSError, ValueError, ImportError."""
@@ -274,18 +282,19 @@ def join_fleet(
         transcripts=transcripts,
         commands=sessions,
         limits=keyring.limits,
+        state_disk=state_disk,
     )
     metrics.add(ReplicaCollector(replica))
     longest_s = settings.limits.request_timeout_s
     return replica, HeldInFleet(directory=replica.directory, here=HeldHere(sessions), longest_s=longest_s)
 
 
-def make_store(settings: Settings, directory: Path) -> Store:
+def make_store(settings: Settings, directory: Path, disk: StateDisk) -> Store:
     """Make the store of responses and conversations. Raises RedisStoreUnavailable."""
     ttl_s = settings.server.responses_ttl_s
     if settings.responses_redis_url:
         return RedisStore(url=settings.responses_redis_url, max_bytes=MAX_STORED_BYTES, ttl_s=ttl_s)
-    return ResponseStore(path=directory / "responses.sqlite3", max_bytes=MAX_STORED_BYTES, ttl_s=ttl_s)
+    return ResponseStore(path=directory / "responses.sqlite3", max_bytes=MAX_STORED_BYTES, ttl_s=ttl_s, disk=disk)
 
 
 def _write(text: str) -> None:

@@ -13,6 +13,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from reprise.app.state_disk import DiskAway, StateDisk
 from reprise.engine.build.resources import within
 
 SECRET_BYTES = 32
@@ -151,17 +152,27 @@ class SecretKeeper:
     """A keeper of a running server's secret: if the file is deleted, it writes it again, since without it the next
     server could read none of the stored KV."""
 
-    def __init__(self, state_dir: Path, secret: bytes | None) -> None:
-        """Set up. secret: None if it is in a file of its own, which is left alone."""
+    def __init__(self, state_dir: Path, secret: bytes | None, disk: StateDisk | None = None) -> None:
+        """Set up. secret: None if it is in a file of its own, which is left alone. disk: that of the directory."""
         self._state_dir, self._secret = state_dir, secret
         self._has_failed = False
+        self._thread = (disk or StateDisk()).thread("disk-secret")
 
     async def run(self, *, look_s: float = LOOK_S) -> None:
         """Call `look` every `look_s` seconds, until cancelled."""
         while True:
-            # On a thread: the directory may lie on a network.
-            await asyncio.to_thread(self.look)
+            await self._look_in_time()
             await asyncio.sleep(look_s)
+
+    async def close(self) -> None:
+        """Look a last time."""
+        await self._look_in_time()
+        self._thread.close()
+
+    async def _look_in_time(self) -> None:
+        """Call `look` on a thread, if the disk answers: the directory may lie on a network."""
+        with contextlib.suppress(DiskAway):
+            await asyncio.to_thread(self._thread.run, self.look)
 
     def look(self) -> None:
         """Write the secret again if its file was deleted. A failure is logged once."""

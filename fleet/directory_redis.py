@@ -12,6 +12,7 @@ from reprise.app.conversations.breaker import Breaker, State
 
 MOST_FAILURES, PAUSE_S = 3, 1.0  # after so many failures in a row, Redis is not asked for so long
 MAX_CONNECTIONS = 64
+CLOSE_S = 1.0  # longest wait for connections to close
 UNHURRIED_S = 1.0  # least deadline of a call that no request waits for: on a busy machine a beat is late, not gone
 _SCRIPTS = Path(__file__).parent / "scripts"
 
@@ -77,8 +78,14 @@ class DirectoryRedis:
         return self._breaker.failures
 
     async def close(self) -> None:
-        await self.client.aclose()
-        await self.client.connection_pool.disconnect()
+        """Close the connections. A Redis that is away must not keep the program from ending, so those that cannot be
+        closed in time are left to the end of the process."""
+        try:
+            async with asyncio.timeout(CLOSE_S):
+                await self.client.aclose()
+                await self.client.connection_pool.disconnect()
+        except self._failures as error:
+            log.info("connections to Redis were left open, as it is away: %s: %.200s", type(error).__name__, error)
 
     async def run(self, script: str, *values: Any, deadline_s: float | None = None) -> list[Any]:
         """Run a script of scripts/ and return its reply. Raises DirectoryUnavailable, also for a reply that is not a

@@ -57,6 +57,11 @@ class Members:
         """Return the replicas whose last beat was old when the directory was read: stopped, or cut off from it."""
         return [name for name, made_s in self._made_s.items() if self.refreshed_s - made_s > STALE_S]
 
+    def has_open(self) -> bool:
+        """Return whether a replica takes turns."""
+        now = self._clock()
+        return any(self.view.is_open(name, now) for name in self.view.names)
+
     def lost(self, replica: str) -> None:
         """Exclude a replica until its next beat, because it refused or broke a connection."""
         self._lost_s[replica] = self._clock()

@@ -6,12 +6,17 @@ replaces its entry.
 """
 
 import sqlite3
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
 from reprise.app.conversations.database import Database
+from reprise.app.state_disk import DiskAway, StateDisk
 
+T = TypeVar("T")
 _SCHEMA = """
 CREATE TABLE waiting (name BLOB PRIMARY KEY, entry BLOB NOT NULL, place INTEGER NOT NULL);
 CREATE INDEX waiting_by_place ON waiting (place)
@@ -37,19 +42,25 @@ class Unsent(msgspec.Struct, frozen=True, kw_only=True):
 
 class Outbox:
     """A queue of sessions of which the directory has not been told, used from one thread at a time. If its file fails,
-    it works in memory or not at all; nothing raises."""
+    it works in memory or not at all; nothing raises. While the file's disk does not answer, nothing is put in, found or
+    removed."""
 
-    def __init__(self, *, path: Path | None, max_bytes: int) -> None:
+    def __init__(self, *, path: Path | None, max_bytes: int, disk: StateDisk | None = None) -> None:
         """Open the file. path: None keeps the queue in memory. max_bytes: of the file; when it is full the oldest
-        entries are dropped, and the directory is never told of their turns."""
+        entries are dropped, and the directory is never told of their turns. disk: the file's."""
         self.dropped = 0  # entries that had no room
         self.waiting = 0  # entries; may be read on any thread
-        self._db = Database(path=path, schema=_SCHEMA, version=SCHEMA_VERSION)
+        self._db = Database(path=path, schema=_SCHEMA, version=SCHEMA_VERSION, disk=disk)
         self._max_bytes = max_bytes
-        self._count()
+        self._in_time(self._count, None)
 
     def put(self, entry: Unsent) -> None:
         """Add an entry at the end, instead of the session's earlier one."""
+        self.dropped += self._in_time(partial(self._put, entry), 1)
+
+    def _put(self, entry: Unsent) -> int:
+        """Do what `put` does. Returns how many entries had no room."""
+        dropped = 0
         name = _name(entry.tenant, entry.session_id, entry.salt)
         try:
             with self._db.transaction():
@@ -63,14 +74,18 @@ class Outbox:
                     if oldest is None:
                         break
                     self._db.execute("DELETE FROM waiting WHERE name = ?", oldest)
-                    self.dropped += 1
+                    dropped += 1
         except sqlite3.Error as error:
             self._db.recover(error)
-            self.dropped += 1
+            dropped += 1
         self._count()
+        return dropped
 
     def first(self, count: int) -> list[Unsent]:
         """Return the `count` entries that have waited longest. One that cannot be decoded is removed."""
+        return self._in_time(partial(self._first, count), [])
+
+    def _first(self, count: int) -> list[Unsent]:
         try:
             rows = self._db.execute("SELECT name, entry FROM waiting ORDER BY place LIMIT ?", (count,)).fetchall()
             entries = []
@@ -88,17 +103,24 @@ class Outbox:
 
     def remove(self, tenant: str, session_id: str, salt: str) -> None:
         """Remove a session's entry, if it has one."""
-        self._delete("name = ?", _name(tenant, session_id, salt))
+        self._in_time(partial(self._delete, "name = ?", _name(tenant, session_id, salt)), None)
 
     def forget(self, tenant: str, session_id: str) -> None:
         """Remove the entries of a deleted session, with any salt. Afterwards the files hold nothing of them, nor of
         entries that were removed before."""
         start = _name(tenant, session_id, "")
-        self._delete("substr(name, 1, ?) = ?", len(start), start)
-        self._db.scrub()
+        self._in_time(partial(self._delete, "substr(name, 1, ?) = ?", len(start), start), None)
+        self._in_time(self._db.scrub, None)
 
     def close(self) -> None:
         self._db.close()
+
+    def _in_time(self, work: Callable[[], T], instead: T) -> T:
+        """Return what `work` does; `instead` if the disk does not answer."""
+        try:
+            return self._db.run(work)
+        except DiskAway:
+            return instead
 
     def _delete(self, where: str, *values: bytes | int) -> None:
         try:

@@ -64,6 +64,7 @@ APP_FLOORS = (
     ("text", "tenancy"),
     ("schemas",),
     ("settings", "errors", "state_dir", "version"),
+    ("state_disk",),
 )
 # Options that are wings, and the parts of the middle that import one although they compose nothing. No list may grow; a
 # wing whose list is empty is known to the composition roots alone.

@@ -28,7 +28,7 @@ from reprise.app.http.server import HttpServer, log_failure
 from reprise.app.main import TRANSCRIPTS_FILE, create_app
 from reprise.app.observe import logs
 from reprise.app.observe.tracing import TracingUnavailable
-from reprise.app.settings.help import ServeCommand, settings_of, tables
+from reprise.app.settings.help import ServeCommand, settings_and_origins_of, settings_of, values
 from reprise.app.settings.settings import Settings
 from reprise.app.settings.sources import experiments
 from reprise.app.state_dir import PATIENCE_S, DamagedSecret, read_tenant_secret
@@ -216,10 +216,18 @@ def convert_gguf(
     console.print(f"{directory} is made; reprise serve --model {directory}", markup=False)
 
 
-@cli.command("settings")
-def list_settings() -> None:
-    """List every setting with its default."""
-    for table in tables():
+@cli.command("settings", cls=ServeCommand, context_settings=ANY_SETTING)
+def list_settings(
+    context: typer.Context,
+    model: Annotated[str | None, typer.Option(help=MODEL_HELP)] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on.")] = None,
+    config: Annotated[Path | None, typer.Option(help="TOML file with settings.")] = None,
+) -> None:
+    """List every setting with the value that `serve` would have with the same flags, here and now, and where that comes
+    from: a flag, the environment, the file or the default. Keys and passwords are not shown."""
+    named = {"model.source": model, "server.host": host, "server.port": port}
+    for table in values(*settings_and_origins_of(context, config, named)):
         Console().print(table)
 
 

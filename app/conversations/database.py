@@ -5,11 +5,14 @@ import logging
 import os
 import sqlite3
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from reprise.app.state_disk import DiskAway, StateDisk
+
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 APPLICATION_ID = 0x52505253  # "RPRS"
@@ -34,27 +37,43 @@ _PRAGMAS = (
 
 
 class Database:
-    """One SQLite database with one schema, in a private file or in memory. Used from one thread at a time.
+    """One SQLite database with one schema, in a private file or in memory. Used from one thread at a time, and from
+    inside of `run` where the file's disk may hang.
 
     Opening never fails. A damaged file is set aside and replaced; only damage does that. A file that cannot be used for
     another reason (no room, no right, too many open files, another process) stays as it is: on a full disk it is still
     read, else the database is in memory. A file of another schema version is replaced. A file that is deleted while it
-    is open is written anew.
+    is open is written anew. A file whose disk hangs is opened when that answers.
     """
 
-    def __init__(self, *, path: Path | None, schema: str, version: int, added: str = "") -> None:
+    def __init__(
+        self, *, path: Path | None, schema: str, version: int, added: str = "", disk: StateDisk | None = None
+    ) -> None:
         """Open a file, or a database in memory if `path` is None. added: statements that make what files of this
-        version may lack, such as CREATE TABLE IF NOT EXISTS."""
+        version may lack, such as CREATE TABLE IF NOT EXISTS. disk: the file's; None: no other file's."""
         self._path = path
         self._schema = schema
         self._added = added
         self._version = version
         self._file: os.stat_result | None = None  # the file to keep; None: the database is in memory
         self._rewrite_s = 0.0  # when a deleted file may be written anew
-        try:
-            self._db = self._open(path)
-        except _TROUBLE as error:
-            self._db = self._open_instead(error)
+        self._is_open = False
+        self._thread = None if path is None else (disk or StateDisk()).thread(f"disk-{path.stem}")
+        with suppress(DiskAway):
+            self.run(lambda: None)
+
+    def run(self, work: Callable[[], T]) -> T:
+        """Return or raise what `work` does with this database. Raises DiskAway if the disk does not answer in time.
+        Then the work may still be done, later."""
+        if self._thread is None:
+            self._open_first()
+            return work()
+
+        def call() -> T:
+            self._open_first()
+            return work()
+
+        return self._thread.run(call)
 
     def execute(self, statement: str, values: Sequence[Any] | Mapping[str, Any] = ()) -> sqlite3.Cursor:
         """Execute a statement. Raises sqlite3.Error, which the caller passes to `recover`."""
@@ -104,8 +123,24 @@ class Database:
             self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
 
     def close(self) -> None:
-        self._keep_file()
-        self._close()
+        """Close the file. What its disk does not answer for is left as it is."""
+
+        def close() -> None:
+            self._keep_file()
+            self._close()
+
+        with suppress(DiskAway):
+            self.run(close)
+        if self._thread is not None:
+            self._thread.close()
+
+    def _open_first(self) -> None:
+        if not self._is_open:
+            try:
+                self._db = self._open(self._path)
+            except _TROUBLE as error:
+                self._db = self._open_instead(error)
+            self._is_open = True
 
     def _close(self) -> None:
         with suppress(sqlite3.Error):

@@ -27,9 +27,9 @@ from reprise.app.conversations.response_store import (
     NotStored,
     StoredConversation,
     TooLong,
+    not_reachable,
 )
 from reprise.app.conversations.stored_records import BadRecord, conversation_of, item_of, items_of, response_of, text_of
-from reprise.app.errors import ApiError, unavailable
 
 DEADLINE_S = 3.0  # for one operation, whatever the server or the network does
 SOCKET_S = 2.0
@@ -225,7 +225,12 @@ class RedisStore:
         return self._breaker.failures
 
     async def close(self) -> None:
-        await self._redis.aclose()
+        """Close the connections. Those that cannot be closed in time, as Redis is away, are left."""
+        try:
+            async with asyncio.timeout(SOCKET_S):
+                await self._redis.aclose()
+        except self._failures as error:
+            log.info("connections to Redis were left open, as it is away: %s", type(error).__name__)
 
     # --- responses ----------------------------------------------------------------------------------------------------
 
@@ -340,14 +345,14 @@ class RedisStore:
         try:
             await self._run(what, key, *values)
         except BadRecord:
-            raise _away() from None
+            raise not_reachable() from None
 
     async def _run(self, what: str, key: str, *values: str | bytes | int) -> list[Any]:
         """Run an operation of the store's Lua script and return its reply. what: the operation. key: the record.
         values: the operation's arguments. Raises ApiError while Redis is away, and BadRecord if Redis finds other data
         than the script writes."""
         if not self._breaker.allows(time.monotonic()):
-            raise _away()
+            raise not_reachable()
         now = time.time()
         try:
             async with asyncio.timeout(DEADLINE_S):
@@ -364,7 +369,7 @@ class RedisStore:
             self._is_away = True
             if isinstance(error, self._garbage):
                 raise BadRecord(str(error)) from None
-            raise _away() from None
+            raise not_reachable() from None
         self._breaker.succeeded()
         self._is_away = False
         if answer == NOT_STORED:
@@ -392,9 +397,3 @@ def _response(tenant: str, response_id: str) -> str:
 
 def _conversation(tenant: str, conversation_id: str) -> str:
     return f"{PREFIX}conversation:{tenant}:{conversation_id}"
-
-
-def _away() -> ApiError:
-    return unavailable(
-        "Responses and conversations cannot be reached right now.", code="unavailable", retry_after_s=5.0
-    )

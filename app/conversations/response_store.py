@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from reprise.app.conversations.database import Database
+from reprise.app.errors import ApiError, unavailable
+from reprise.app.state_disk import DiskAway, StateDisk
 
 SCHEMA_VERSION = 1
 MAX_CHAIN = 1024  # responses in a row, each going on from the one before
@@ -61,10 +63,11 @@ class StoredConversation:
 class ResponseStore:
     """A store of responses and conversations, used from the event loop; one thread does the work. If there is no room,
     the tenant that stores the most loses what it used longest ago, so that no tenant can displace the records of others
-    by storing more. Raises NotStored and TooLong. While the database fails nothing is found."""
+    by storing more. Raises NotStored and TooLong, and ApiError 503 while the disk does not answer. While the database
+    fails nothing is found."""
 
-    def __init__(self, *, path: Path | None, max_bytes: int, ttl_s: float) -> None:
-        self._db = Database(path=path, schema=_SCHEMA, version=SCHEMA_VERSION)
+    def __init__(self, *, path: Path | None, max_bytes: int, ttl_s: float, disk: StateDisk | None = None) -> None:
+        self._db = Database(path=path, schema=_SCHEMA, version=SCHEMA_VERSION, disk=disk)
         self._max_bytes = max_bytes
         self._ttl_s = ttl_s
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="responses")
@@ -245,7 +248,7 @@ class ResponseStore:
             with contextlib.suppress(sqlite3.Error):
                 self._db.shrink(self._max_bytes)  # not possible inside a transaction
 
-        await asyncio.get_running_loop().run_in_executor(self._thread, shrink)
+        await self._quietly(shrink)
 
     def _remove_oldest(self, most: int, *, before: float, tenant: str | None = None) -> bool:
         """Delete up to `most` responses and conversations, those used longest ago, of one tenant or of all. Returns
@@ -269,8 +272,13 @@ class ResponseStore:
     async def _delete(self, work: Callable[[], T]) -> T:
         """Run `work` on the thread as `_run` does, and leave nothing of the deleted data in the files."""
         result = await self._run(work)
-        await asyncio.get_running_loop().run_in_executor(self._thread, self._db.scrub)
+        await self._quietly(self._db.scrub)
         return result
+
+    async def _quietly(self, work: Callable[[], None]) -> None:
+        """Run `work` on the thread, outside of a transaction, if the disk answers."""
+        with contextlib.suppress(DiskAway):
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._db.run, work)
 
     async def _run(self, work: Callable[[], T]) -> T:
         def call() -> T:
@@ -281,4 +289,14 @@ class ResponseStore:
                 self._db.recover(error)
                 raise NotStored(str(error)) from error
 
-        return await asyncio.get_running_loop().run_in_executor(self._thread, call)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, self._db.run, call)
+        except DiskAway:
+            raise not_reachable() from None
+
+
+def not_reachable() -> ApiError:
+    """Return the error for what is stored where nothing answers now."""
+    return unavailable(
+        "Responses and conversations cannot be reached right now.", code="unavailable", retry_after_s=5.0
+    )

@@ -3,10 +3,10 @@
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 from reprise.app.conversations.first_tools import FirstTools
@@ -15,10 +15,13 @@ from reprise.app.conversations.offered import Offered, Tools
 from reprise.app.conversations.prepared_prompt import PreparedPrompt
 from reprise.app.conversations.transcript_rows import Exported
 from reprise.app.conversations.transcripts import KeptChat, Transcripts
+from reprise.app.errors import unavailable
+from reprise.app.state_disk import DiskAway
 
 SWEEP_S = 60.0
 LONG_CHARS = 1 << 18  # characters of all messages; fewer are tokenized in half a second at most
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
@@ -66,26 +69,30 @@ class TextThread:
         self._executor.submit(call).add_done_callback(_log_failure)
 
     async def forget(self, session_id: str, *, tenant: str) -> int:
-        """Call `Transcripts.forget` after everything that was recorded before."""
+        """Call `Transcripts.forget` after everything that was recorded before. Raises ApiError 503 `not_deleted` while
+        the disk does not answer."""
         call = partial(self._transcripts.forget, session_id, tenant=tenant)
-        return await asyncio.get_running_loop().run_in_executor(self._executor, call)
+        return await self._asked(call, code="not_deleted")
 
     async def entitle(self, session_id: str, *, tenant: str, title: str | None) -> bool:
-        """Call `Transcripts.entitle` after everything that was recorded before."""
+        """Call `Transcripts.entitle` after everything that was recorded before. Raises ApiError 503 while the disk does
+        not answer."""
         call = partial(self._transcripts.entitle, session_id, tenant=tenant, title=title)
-        return await asyncio.get_running_loop().run_in_executor(self._executor, call)
+        return await self._asked(call)
 
     async def chats(self, tenants: tuple[str, str], *, after: str, now: float, limit: int) -> list[KeptChat]:
-        """Call `Transcripts.chats` after everything that was recorded before."""
+        """Call `Transcripts.chats` after everything that was recorded before. Raises ApiError 503 while the disk does
+        not answer."""
         call = partial(self._transcripts.chats, tenants, after=after, now=now, limit=limit)
-        return await asyncio.get_running_loop().run_in_executor(self._executor, call)
+        return await self._asked(call)
 
     async def messages(
         self, tenants: tuple[str, str], session_id: str, *, after: int, now: float, limit: int
     ) -> MessagePage | None:
-        """Call `Transcripts.messages` after everything that was recorded before."""
+        """Call `Transcripts.messages` after everything that was recorded before. Raises ApiError 503 while the disk
+        does not answer."""
         call = partial(self._transcripts.messages, tenants, session_id, after=after, now=now, limit=limit)
-        return await asyncio.get_running_loop().run_in_executor(self._executor, call)
+        return await self._asked(call)
 
     async def export(self, session_id: str, *, tenant: str, after: int, most: int) -> Exported:
         """Call `Transcripts.export` after everything that was recorded before."""
@@ -98,8 +105,17 @@ class TextThread:
         return await asyncio.get_running_loop().run_in_executor(self._executor, call)
 
     async def names(self) -> list[tuple[str, str]]:
-        """Call `Transcripts.names`."""
-        return await asyncio.get_running_loop().run_in_executor(self._executor, self._transcripts.names)
+        """Call `Transcripts.names`. Raises ApiError 503 while the disk does not answer."""
+        return await self._asked(self._transcripts.names)
+
+    async def _asked(self, call: Callable[[], T], *, code: str = "unavailable") -> T:
+        """Do on the thread what a client asks for by name. Raises ApiError 503 with this code while the disk does not
+        answer."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._executor, call)
+        except DiskAway:
+            message = "The disk that keeps conversations does not answer; try again when it does."
+            raise unavailable(message, code=code, retry_after_s=5.0) from None
 
     def sweep(self, now: float) -> None:
         self._executor.submit(self._transcripts.sweep, now).add_done_callback(_log_failure)

@@ -26,6 +26,7 @@ from reprise.app.conversations.outline_table import SCHEMA as OUTLINES
 from reprise.app.conversations.outline_table import NewOutline, OutlineTable
 from reprise.app.conversations.prepared_prompt import PreparedPrompt
 from reprise.app.conversations.transcript_rows import Exported, TranscriptRow, encode_row, readable
+from reprise.app.state_disk import DiskAway, StateDisk
 
 log = logging.getLogger(__name__)
 
@@ -138,17 +139,26 @@ class RecordedAnswer:
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
-def _forgiving(default: Callable[[], Any]) -> Callable[[Method], Method]:
-    """Return a decorator that makes a method return `default()` if the database fails: that costs a request its reuse,
-    never the request."""
+def _forgiving(default: Callable[[], Any], *, is_asked: bool = False) -> Callable[[Method], Method]:
+    """Return a decorator that has a method run within the disk's deadline, and return `default()` if the database
+    fails: that costs a request its reuse, never the request. is_asked: a client asked for this very thing, so DiskAway
+    is raised."""
 
     def decorate(method: Method) -> Method:
         @functools.wraps(method)
         def call(self: "TranscriptStore", *args: Any, **kwargs: Any) -> Any:
+            def work() -> Any:
+                try:
+                    return method(self, *args, **kwargs)
+                except sqlite3.Error as error:
+                    self.recover(error)
+                    return default()
+
             try:
-                return method(self, *args, **kwargs)
-            except sqlite3.Error as error:
-                self.recover(error)
+                return self._db.run(work)
+            except DiskAway:
+                if is_asked:
+                    raise
                 return default()
 
         return cast(Method, call)
@@ -158,11 +168,16 @@ def _forgiving(default: Callable[[], Any]) -> Callable[[Method], Method]:
 
 class TranscriptStore:
     """A store of recorded answers, used from one thread at a time. No method raises because of the database: the
-    failure is logged, and nothing is found."""
+    failure is logged, and nothing is found. While the disk does not answer, nothing is found or recorded either, and
+    what a client asks for by name raises DiskAway."""
 
-    def __init__(self, *, path: Path | None, max_bytes: int, max_answers_per_prompt: int) -> None:
+    def __init__(
+        self, *, path: Path | None, max_bytes: int, max_answers_per_prompt: int, disk: StateDisk | None = None
+    ) -> None:
         """Open the store. max_bytes: bounds the database file with its indexes; the log beside it adds up to 4 MiB."""
-        self._db = Database(path=path, schema=_SCHEMA, version=SCHEMA_VERSION, added=f"{OUTLINES};{MESSAGES}")
+        self._db = Database(
+            path=path, schema=_SCHEMA, version=SCHEMA_VERSION, added=f"{OUTLINES};{MESSAGES}", disk=disk
+        )
         self._outlines = OutlineTable(self._db)
         self._messages = MessageTable(self._db)
         self._max_bytes = max_bytes
@@ -271,7 +286,7 @@ class TranscriptStore:
         """Return a list of tools as it came first, by its key."""
         return self._outlines.tools(key)
 
-    @_forgiving(int)
+    @_forgiving(int, is_asked=True)
     def entitle(self, session_id: str, *, tenant: str, title: str | None) -> int:
         """Give a title to what a tenant has recorded under this id, with or without salts. Returns how many sessions
         have it now; those without messages have none."""
@@ -280,12 +295,12 @@ class TranscriptStore:
             rows = self._db.execute(f"SELECT id FROM sessions WHERE {_OF_TENANT} LIMIT {_MAX_SALTS}", values).fetchall()
             return self._messages.entitle([row[0] for row in rows], title)
 
-    @_forgiving(list)
+    @_forgiving(list, is_asked=True)
     def chats(self, tenants: tuple[str, str], *, after: str, since: float, limit: int) -> list[Chat]:
         """Return the conversations that have messages; see `MessageTable.chats`."""
         return self._messages.chats(tenants, after=after, since=since, limit=limit)
 
-    @_forgiving(lambda: None)
+    @_forgiving(lambda: None, is_asked=True)
     def message_page(
         self, tenants: tuple[str, str], session_id: str, *, after: int, since: float, limit: int
     ) -> MessagePage | None:
@@ -340,7 +355,7 @@ class TranscriptStore:
         answer = (row.chain, row.bare, row.tail, row.ids, row.text, row.ends)
         return self._insert_answer(session, prompt, answer, row.digest)
 
-    @_forgiving(list)
+    @_forgiving(list, is_asked=True)
     def names(self) -> list[tuple[str, str]]:
         """Return (tenant with its salt, session id) of all sessions."""
         return self._db.execute("SELECT tenant, name FROM sessions").fetchall()
@@ -359,7 +374,7 @@ class TranscriptStore:
             "UPDATE sessions SET used = max(used, ?) WHERE tenant = ? AND name = ?", (now, tenant, session_id)
         )
 
-    @_forgiving(int)
+    @_forgiving(int, is_asked=True)
     def forget(self, session_id: str, *, tenant: str | None) -> int:
         """Delete the sessions with this name, of one tenant and its salts, or of all tenants. Returns how many."""
         with self._db.transaction():

@@ -42,6 +42,7 @@ from reprise.app.conversations.rendered_chat import RenderedChat, TextTokenizer
 from reprise.app.conversations.splice import Candidate, Splice, common_chars, common_ids, shifted, splice_of
 from reprise.app.conversations.transcript_rows import Exported
 from reprise.app.conversations.transcript_store import History, NewAnswer, RecordedAnswer, TranscriptStore
+from reprise.app.state_disk import StateDisk
 from reprise.app.text.message_bounds import MessageBounds
 from reprise.app.text.template import TemplateError
 
@@ -65,15 +66,28 @@ class KeptChat:
 
 class Transcripts:
     """A store of all tenants' conversations. Calls are synchronous and take a few milliseconds at most, except for the
-    text that `prepare` must tokenize. While it does, other threads may call; otherwise calls wait for each other.
+    text that `prepare` must tokenize, and for the first one that a disk does not answer, which stops waiting after the
+    disk's deadline. While `prepare` tokenizes, other threads may call; otherwise calls wait for each other. `forget`,
+    `entitle`, `chats`, `messages` and `names` raise DiskAway; the others go on without what is stored.
 
     `now` is in seconds since the epoch, since sessions outlive the process.
     """
 
-    def __init__(self, *, path: Path | None, max_bytes: int, ttl_s: float, max_answers_per_prompt: int) -> None:
+    def __init__(
+        self,
+        *,
+        path: Path | None,
+        max_bytes: int,
+        ttl_s: float,
+        max_answers_per_prompt: int,
+        disk: StateDisk | None = None,
+    ) -> None:
         """Keep transcripts in a file, or in memory if `path` is None. Sessions are deleted `ttl_s` after their last
-        use, and those used longest ago when the database would become larger than `max_bytes`."""
-        self._store = TranscriptStore(path=path, max_bytes=max_bytes, max_answers_per_prompt=max_answers_per_prompt)
+        use, and those used longest ago when the database would become larger than `max_bytes`. disk: the file's.
+        """
+        self._store = TranscriptStore(
+            path=path, max_bytes=max_bytes, max_answers_per_prompt=max_answers_per_prompt, disk=disk
+        )
         self._ttl_s = ttl_s
         self._bounds = MessageBounds(mark=secrets.token_hex(16))
         self._known_chains = RecentChains(max_bytes=_KNOWN_CHAINS_BYTES)

@@ -1,10 +1,12 @@
 """uvicorn with bounds on connections, headers and waiting."""
 
+import asyncio
+import logging
 import socket
 from functools import partial
 
 import uvicorn
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from reprise.app.http.connections import BoundedConnection, raise_file_limit
 from reprise.app.settings.settings import Settings
@@ -13,6 +15,40 @@ LAST_WORDS_S = 5.0  # after server.drain_s, for answers that are ended early and
 HEADER_TIMEOUT_S = 15.0  # for a client to send its request line with its headers
 MAX_HEADER_BYTES = 65_536  # most for the request line and headers together
 KEEP_ALIVE_S = 75  # longer than the minute after which clients' pools drop idle connections
+log = logging.getLogger(__name__)
+
+
+class EndsQuietly:
+    """A layer around an application whose lifespan is cancelled by the last signal: it ends with a sentence in the log,
+    where a traceback would look like a fault."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "lifespan":
+            await self._app(scope, receive, send)
+            return
+        is_cut = False
+
+        async def listen() -> Message:
+            nonlocal is_cut
+            try:
+                return await receive()
+            except asyncio.CancelledError:
+                is_cut = True
+                log.warning("told to end at once: what was under way is cut off")
+                raise
+
+        async def say(message: Message) -> None:
+            if not is_cut:  # else it would be how the application has failed to end in order
+                await send(message)
+
+        try:
+            await self._app(scope, listen, say)
+        except asyncio.CancelledError:
+            if not is_cut:
+                raise
 
 
 class BoundedServer(uvicorn.Server):
@@ -20,7 +56,7 @@ class BoundedServer(uvicorn.Server):
 
     def __init__(self, app: ASGIApp, settings: Settings) -> None:
         config = uvicorn.Config(
-            app,
+            EndsQuietly(app),
             host=settings.server.host,
             port=settings.server.port,
             http=partial(  # type: ignore[arg-type]  # it asks for a class, and calls it

@@ -15,6 +15,7 @@ from starlette.types import Scope
 from reprise.app.conversations.redis_store import RedisStore
 from reprise.app.errors import ApiError
 from reprise.app.observe.engine_metrics import EngineCollector, _labelled
+from reprise.app.state_disk import StateDisk
 from reprise.app.turn.answer import Answer
 from reprise.app.turn.kv_sources import CACHED, SOURCES, tokens_by_source
 from reprise.app.turn.observer import ObservedTurn, TurnObserver
@@ -173,3 +174,20 @@ class RedisCollector(Collector):
         help_text = "1 for the state of the breaker in front of Redis; closed: it is asked."
         yield _labelled(GaugeMetricFamily("reprise_redis_breaker", help_text, labels=["state"]), states)
         yield CounterMetricFamily("reprise_redis_failures", "Calls that Redis failed.", self._store.failures)
+
+
+class StateDiskCollector(Collector):
+    """A collector of whether the disk with transcripts, stored responses and the outbox answers."""
+
+    def __init__(self, disk: StateDisk) -> None:
+        self._disk = disk
+
+    def describe(self) -> Iterator[Metric]:
+        """Yield nothing, so that nothing is collected at registration."""
+        return iter(())
+
+    def collect(self) -> Iterator[Metric]:
+        help_text = "1 while transcripts and stored responses can be read and kept; 0: their disk does not answer."
+        yield GaugeMetricFamily("reprise_state_disk_used", help_text, 0.0 if self._disk.is_away else 1.0)
+        help_text = "Calls for transcripts and stored responses that their disk did not answer in time, or not made."
+        yield CounterMetricFamily("reprise_state_disk_failures", help_text, self._disk.failures)

@@ -6,7 +6,7 @@ import { bytes, counted, h, milliseconds, number, percent, withUnit } from "./do
 const PERIOD_MS = 2000;
 const CHANGED_MS = 4000; // how long a count stays marked after it has grown
 const TIERS = [["hbm", "Device"], ["dram", "Memory"], ["disk", "Disk"]];
-const MOVES = { wait: "it was too busy", dead: "it was gone", drain: "it was draining", asked: "an operator moved them" };
+const MOVES = { wait: "it was too busy", dead: "it was gone", drain: "it was draining", refused: "it took no turns", asked: "an operator moved them" };
 
 const panel = document.querySelector("#live");
 
@@ -99,7 +99,7 @@ function tile(value, what, properties = {}) {
 }
 
 function routes({ home, new: begun, moved, adopted, fallback }) {
-  const words = [`Turns: ${number(home)} at home`, `${number(begun)} new`, `${number(moved)} moved`];
+  const words = [`Turns by where they went first: ${number(home)} at home`, `${number(begun)} new`, `${number(moved)} moved`];
   if (adopted) words.push(`${number(adopted)} whose home had let go of them`);
   if (fallback) words.push(`${number(fallback)} while Redis was away`);
   return words.join(", ");

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -173,6 +173,7 @@ class Part(BaseModel):
     # Fields that clients send with an empty value, but whose other values would change the meaning.
     refused: ClassVar[frozenset[str]] = frozenset()
     converted: ClassVar[frozenset[str]] = frozenset()  # further names that are read before the fields are
+    read_as: ClassVar[Mapping[str, type[BaseModel]]] = {}  # what kinds of objects `converted` names
     may_be_marked: ClassVar[bool] = False  # whether `important` may be set in this part
 
     @model_validator(mode="before")

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from reprise.app.schemas.chat import MAX_MESSAGES, TemplateArgs
@@ -35,6 +35,7 @@ from reprise.app.schemas.tools import (
     ToolName,
     ToolSchema,
 )
+from reprise.app.schemas.unknown import Holds
 
 MAX_ITEMS = MAX_MESSAGES
 _TEXT_KINDS = frozenset({"input_text", "output_text", "text", "reasoning_text", "summary_text"})
@@ -268,6 +269,19 @@ def _conversation(value: object) -> object:
     return {"id": value} if isinstance(value, str) else value
 
 
+class NamedTool(BaseModel):
+    type: str
+    name: str | None = None
+    namespace: str | None = None
+
+
+class ToolSelection(NamedTool):
+    """Names the fields of a `tool_choice` that is no word. `reprise.app.api.responses.as_chat` reads them."""
+
+    mode: str | None = None
+    tools: list[NamedTool] | None = None
+
+
 class ResponseRequest(Part):
     """The body of POST /v1/responses. A null means the default."""
 
@@ -290,7 +304,7 @@ class ResponseRequest(Part):
     top_logprobs: int | None = Field(None, ge=0, le=20)
     include: list[Annotated[str, Field(max_length=128)]] | None = Field(None, max_length=16)
     tools: list[ResponseTool] | None = Field(None, max_length=MAX_TOOLS)
-    tool_choice: Any = None
+    tool_choice: Annotated[Any, Holds(ToolSelection)] = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None

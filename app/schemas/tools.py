@@ -1,9 +1,10 @@
 """Tools and other constraints on an answer's form: response formats and vLLM's structured outputs."""
 
 import json
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from reprise.app.schemas.fields import (
@@ -139,6 +140,7 @@ def _as_function_choice(value: object) -> object:
 
 class AllowedTool(Part):
     converted = frozenset({"custom"})
+    read_as: ClassVar[Mapping[str, type[BaseModel]]] = {"custom": NamedFunction}
 
     type: Literal["function"]
     function: NamedFunction
@@ -158,6 +160,7 @@ class ChosenTools(Part):
     """The value of `tool_choice`. A string stands for an object with only this type."""
 
     converted = frozenset({"custom"})
+    read_as: ClassVar[Mapping[str, type[BaseModel]]] = {"custom": NamedFunction}
 
     type: Literal["none", "auto", "required", "function", "allowed_tools"]
     function: NamedFunction | None = None

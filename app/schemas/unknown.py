@@ -6,21 +6,28 @@ as a JSON schema or the arguments of a call, is not. The whole costs about as mu
 
 import functools
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel
+from pydantic import BaseModel, BeforeValidator
 
 MAX_NAMES = 64  # most that are collected of one body
 MAX_NAME_CHARS = 64  # longest name of one field; the rest of it is left out
-_SAID_ANYHOW = frozenset(
+SAID_ANYHOW = frozenset(
     {"annotations", "audio", "caller", "citations", "id", "index", "logprobs", "object", "provider_specific_fields"}
     | {"function_call", "reasoning", "reasoning_details", "refusal", "status", "thinking"}
     | {"cache_control", "eager_input_streaming", "include_obfuscation"}
 )
 """Fields that come back from answers of this server and others, or were read when the history was made readable, and
 marks for the caches and streams of others. They change no prompt, and every agent sends them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Holds:
+    """Says in an annotation what objects a field holds whose type leaves that open."""
+
+    model: type[BaseModel]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +41,12 @@ class _Shape:
 @dataclass(frozen=True, slots=True)
 class _Kinds:
     """The kinds of objects that a field may hold. by_type: by the values of their field `type`. usual: the kind of an
-    object whose `type` tells nothing; None if it could be any."""
+    object whose `type` tells nothing; None if it could be any. are_texts: whether every kind has a type and a text;
+    plain texts then pass at once, since a body may have tens of thousands."""
 
     by_type: Mapping[str, _Shape]
     usual: _Shape | None
+    are_texts: bool
 
 
 def unknown_within(model: type[object], body: Mapping[str, Any]) -> list[str]:
@@ -53,7 +62,10 @@ def unknown_within(model: type[object], body: Mapping[str, Any]) -> list[str]:
 
 def _look(value: object, path: str, kinds: _Kinds, found: dict[str, None]) -> None:
     """Add what is unknown in an object, or in the objects of a list."""
+    are_texts = kinds.are_texts
     for one in value if isinstance(value, list) else (value,):
+        if are_texts and isinstance(one, dict) and len(one) == 2 and "text" in one and "type" in one:
+            continue
         if len(found) >= MAX_NAMES:
             return
         if not isinstance(one, dict):
@@ -74,19 +86,23 @@ def _look(value: object, path: str, kinds: _Kinds, found: dict[str, None]) -> No
 @functools.cache
 def _shape_of(model: type[BaseModel]) -> _Shape:
     fields = {field.alias or name: field for name, field in model.model_fields.items()}
-    inner = tuple((name, kinds) for name, field in fields.items() if (kinds := _kinds_of(field.annotation)) is not None)
+    held = {name: _kinds_of(field.annotation, *field.metadata) for name, field in fields.items()}
+    held |= {name: _kinds_of(kind) for name, kind in getattr(model, "read_as", {}).items()}
+    inner = tuple((name, kinds) for name, kinds in held.items() if kinds is not None)
     read_elsewhere = getattr(model, "refused", frozenset()) | getattr(model, "converted", frozenset())
-    return _Shape(_SAID_ANYHOW | fields.keys() | read_elsewhere, inner)
+    return _Shape(SAID_ANYHOW | fields.keys() | read_elsewhere, inner)
 
 
-def _kinds_of(annotation: object) -> _Kinds | None:
-    """Return the kinds of objects that a field of a type may hold; None if it holds none that is known."""
-    models = list(dict.fromkeys(_models(annotation)))
+def _kinds_of(annotation: object, *metadata: object) -> _Kinds | None:
+    """Return the kinds of objects that a field of a type may hold; None if it holds none that is known. metadata: what
+    is annotated to the field."""
+    models = list(dict.fromkeys([*_models(annotation), *_annotated(metadata)]))
     if not models:
         return None
     by_type = {kind: _shape_of(model) for model in models for kind in _types(model)}
     usual = models[0] if len(models) == 1 else next(filter(_may_lack_type, models), None)
-    return _Kinds(by_type, None if usual is None else _shape_of(usual))
+    are_texts = all(_shape_of(model).known >= {"type", "text"} for model in models)
+    return _Kinds(by_type, None if usual is None else _shape_of(usual), are_texts)
 
 
 def _models(annotation: object) -> Iterator[type[BaseModel]]:
@@ -95,10 +111,22 @@ def _models(annotation: object) -> Iterator[type[BaseModel]]:
         yield annotation
     origin = get_origin(annotation)
     if origin is Annotated:
-        yield from _models(get_args(annotation)[0])
+        kind, *metadata = get_args(annotation)
+        yield from _models(kind)
+        yield from _annotated(metadata)
     elif origin in (list, Union, types.UnionType):
         for part in get_args(annotation):
             yield from _models(part)
+
+
+def _annotated(metadata: Iterable[object]) -> Iterator[type[BaseModel]]:
+    """Yield the types of objects that a client may send where a validator makes something else of them, such as the
+    parts of a content."""
+    for one in metadata:
+        if isinstance(one, Holds):
+            yield one.model
+        elif isinstance(one, BeforeValidator):
+            yield from _models(one.json_schema_input_type)
 
 
 def _may_lack_type(model: type[BaseModel]) -> bool:

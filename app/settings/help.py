@@ -12,10 +12,19 @@ from pydantic.fields import FieldInfo
 from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
+from rich.text import Text
 from typer.core import TyperCommand
 
 from reprise.app.settings.settings import Settings
-from reprise.app.settings.sources import SettingsError, known_settings, load_settings, parse_flags, stray_variables
+from reprise.app.settings.sources import (
+    HIDDEN,
+    SettingsError,
+    all_settings,
+    known_settings,
+    parse_flags,
+    settings_and_origins,
+    stray_variables,
+)
 
 try:  # newer typers bring their own click
     from typer._click.shell_completion import CompletionItem
@@ -40,13 +49,20 @@ def settings_of(
 ) -> Settings:
     """Read the settings from all sources. named: options with names of their own. Ends the program if the settings
     cannot be used."""
+    return settings_and_origins_of(context, config, named)[0]
+
+
+def settings_and_origins_of(
+    context: typer.Context, config: Path | None, named: Mapping[str, str | int | None] | None = None
+) -> tuple[Settings, dict[str, str]]:
+    """Read the settings as `settings_of` does. Returns also where they come from, as `settings_and_origins` does."""
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     for warning in stray_variables(os.environ):
         console.print(f"reprise: {warning}", markup=False)
     try:
         flags = parse_flags(context.args)
         flags.update({name: str(value) for name, value in (named or {}).items() if value is not None})
-        return load_settings(flags=flags, environ=os.environ, config=config)
+        return settings_and_origins(flags=flags, environ=os.environ, config=config)
     except SettingsError as error:
         console.print(f"reprise: {error}", markup=False)
         raise typer.Exit(2) from None
@@ -65,6 +81,13 @@ def default(field: FieldInfo) -> str:
     return "" if field.default in ((), "", None) else str(field.default)
 
 
+def meaning(field: FieldInfo) -> str:
+    """Return what a setting means, and the words that it may be."""
+    words = choices(field)
+    allowed = f" ({' | '.join(words)})" if words and field.annotation is not bool else ""
+    return f"{field.description}{allowed}"
+
+
 def tables(prefix: str = "") -> Iterator[Table]:
     """Yield one table of settings per section. prefix: put before each setting's name, such as "--"."""
     for section, settings in groupby(known_settings(), key=lambda pair: pair[0].split(".")[0]):
@@ -74,10 +97,51 @@ def tables(prefix: str = "") -> Iterator[Table]:
         table.add_column("default")
         table.add_column("meaning")
         for name, field in settings:
-            words = choices(field)
-            allowed = f" ({' | '.join(words)})" if words and field.annotation is not bool else ""
-            table.add_row(f"{prefix}{name}", default(field), f"{field.description}{allowed}")
+            table.add_row(f"{prefix}{name}", default(field), meaning(field))
         yield table
+
+
+def values(settings: Settings, origins: Mapping[str, str]) -> Iterator[Table]:
+    """Yield one table per section with the value of each setting and where it comes from. Secrets are not in them, nor
+    experiments that are not given."""
+    listed = [pair for pair in all_settings() if pair[0].partition(".")[0] != HIDDEN or pair[0] in origins]
+    for section, members in groupby(listed, key=lambda pair: pair[0].split(".")[0]):
+        table = Table(box=None, padding=(0, 2, 0, 0), title_justify="left")
+        table.title = f"{section}: {SECTIONS[section]}" if section in SECTIONS else section
+        table.add_column("setting", no_wrap=True)
+        table.add_column("value", overflow="fold")
+        table.add_column("from", overflow="fold")
+        table.add_column("meaning")
+        for name, field in members:
+            value = getattr(getattr(settings, section), name.partition(".")[2])
+            usual = default(field) or "none"
+            origin = f"{origins[name]}; default {usual}" if name in origins else "default"
+            table.add_row(*map(Text, (name, shown(value, field), origin, meaning(field))))
+        yield table
+
+
+def shown(value: object, field: FieldInfo) -> str:
+    """Return a setting's value for people. Of a secret, only that there is one; of an address, all but what logs in."""
+    if isinstance(value, tuple):
+        return ", ".join(map(str, value)) if field.repr or not value else f"{len(value)}, not shown"
+    if isinstance(value, str) and "://" in value:
+        several = value.split(",")  # unless a password has a comma in it
+        return ",".join(map(_without_login, several if all("://" in one for one in several) else [value]))
+    if not field.repr and value:
+        return "not shown"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return "" if value is None else str(value)
+
+
+def _without_login(url: str) -> str:
+    """Return an address without user, password, query and fragment."""
+    scheme, _, rest = url.partition("://")
+    place, slash, path = rest.partition("/")
+    host = place.rpartition("@")[2]
+    if "@" in path or "?" in host or "#" in host:  # a password with a slash in it, or one in the query
+        return f"{scheme}://(not shown)"
+    return f"{scheme}://{host}{slash}{path.partition('?')[0].partition('#')[0]}"
 
 
 class ServeCommand(TyperCommand):

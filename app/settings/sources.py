@@ -25,7 +25,7 @@ class SettingsError(Exception):
 
 def known_settings() -> Iterator[tuple[str, FieldInfo]]:
     """Return ("cache.mode", its field) for every setting that is shown to users."""
-    return ((name, field) for name, field in _all_settings() if name.partition(".")[0] != HIDDEN)
+    return ((name, field) for name, field in all_settings() if name.partition(".")[0] != HIDDEN)
 
 
 def experiments(settings: Settings) -> Iterator[str]:
@@ -36,7 +36,8 @@ def experiments(settings: Settings) -> Iterator[str]:
             yield f"{HIDDEN}.{key} {value}"
 
 
-def _all_settings() -> Iterator[tuple[str, FieldInfo]]:
+def all_settings() -> Iterator[tuple[str, FieldInfo]]:
+    """Return what `known_settings` does, and the settings of experiments."""
     for section, outer in Settings.model_fields.items():
         inner: type[BaseModel] = outer.annotation  # type: ignore[assignment]  # every field of Settings is a section
         for key, field in inner.model_fields.items():
@@ -45,6 +46,14 @@ def _all_settings() -> Iterator[tuple[str, FieldInfo]]:
 
 def load_settings(*, flags: Mapping[str, str], environ: Mapping[str, str], config: Path | None) -> Settings:
     """Return the settings merged from all sources. flags: "section.key" -> its text. Raises SettingsError."""
+    return settings_and_origins(flags=flags, environ=environ, config=config)[0]
+
+
+def settings_and_origins(
+    *, flags: Mapping[str, str], environ: Mapping[str, str], config: Path | None
+) -> tuple[Settings, dict[str, str]]:
+    """Return what `load_settings` does, and where each setting comes from that is not at its default: "section.key" ->
+    "flag", "environment" or "file NAME". Raises SettingsError."""
     # Names with a double underscore only: REPRISE_ANYTHING may belong to a wrapper script. `stray_variables` names it.
     variables = {name: text for name, text in environ.items() if name.startswith(ENV_PREFIX) and "__" in name}
     toml = _toml_source(config)
@@ -52,7 +61,7 @@ def load_settings(*, flags: Mapping[str, str], environ: Mapping[str, str], confi
     origins = dict.fromkeys(_names(toml.toml_data), f"file {config}")
     origins |= {name.removeprefix(ENV_PREFIX).lower().replace("__", ".", 1): "environment" for name in variables}
     origins |= dict.fromkeys(flags, "flag")
-    known, fields = [name for name, _ in known_settings()], dict(_all_settings())
+    known, fields = [name for name, _ in known_settings()], dict(all_settings())
     for name, origin in origins.items():
         if name in REMOVED:
             raise SettingsError(f"the setting {name} ({origin}) was removed in {REMOVED_IN}: {REMOVED[name]}")
@@ -70,12 +79,12 @@ def load_settings(*, flags: Mapping[str, str], environ: Mapping[str, str], confi
         problem = problem or first["msg"].removeprefix("Value error, ")
         raise SettingsError(f"{name} ({origins[name]}): {problem}" if name in origins else problem) from None
     _check_home(settings)
-    return settings
+    return settings, origins
 
 
 def _check_home(settings: Settings) -> None:
     """Raise SettingsError for a path below the home directory where this user has none, as in many containers."""
-    for name, _ in _all_settings():
+    for name, _ in all_settings():
         section, _, key = name.partition(".")
         value = getattr(getattr(settings, section), key)
         if isinstance(value, Path):

@@ -22,12 +22,14 @@ import secrets
 import stat
 import tomllib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from reprise.app.schemas.fields import MAX_TTFT_MS
+from reprise.app.state_disk import DiskAway, StateDisk
 from reprise.app.tenancy.keyring import Key, KeyLimits, digest_of
 
 NAME = re.compile(r"[A-Za-z0-9_\-]{1,64}")
@@ -85,12 +87,19 @@ async def follow_keys(
     """Call `use` with the file's keys at the start and after every change, until cancelled. The list may be empty. A
     file that cannot be used changes nothing and is reported in the log."""
     seen: tuple[int, ...] | None = None
+    # The file may be on a network file system, and not on the one with the server's other files.
+    thread = StateDisk("the disk of the keys file").thread("disk-keys")
     while True:
-        # in a thread, because the file may be on a network file system
-        stamp = await asyncio.to_thread(_stamp, path)
+        stamp: tuple[int, ...] | None
+        try:
+            stamp = await asyncio.to_thread(thread.run, partial(_stamp, path))
+        except DiskAway:
+            stamp = seen
         if stamp != seen:
             try:
-                keys = await asyncio.to_thread(_keys, path, default)
+                keys = await asyncio.to_thread(thread.run, partial(_keys, path, default))
+            except DiskAway:
+                stamp = seen
             except KeyFileError as error:
                 log.error("the keys stay as they were: %s", error)
             else:

@@ -34,7 +34,7 @@ class Route:
 
     replica: str
     route: str  # "home", "new", "moved", "adopted" (a known session whose home has let go of it), "fallback"
-    why: str  # the reason of a move: "wait", "dead", "drain", "asked"
+    why: str  # the reason of a move: "wait", "dead", "drain", "refused", "asked"
     refused: str  # why it did not move: "guard", "budget"
     epoch: int  # the session's epoch when it was looked up; 0: no replica has it
 

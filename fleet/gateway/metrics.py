@@ -13,7 +13,7 @@ from reprise.app.version import version
 from reprise.fleet.gateway.finder import Route
 
 ROUTES = ("home", "new", "moved", "adopted", "fallback")
-REASONS = ("wait", "dead", "drain", "asked")
+REASONS = ("wait", "dead", "drain", "refused", "asked")
 REFUSALS = ("guard", "budget")
 Limit = Literal["requests", "tokens", "places"]
 LIMITS = get_args(Limit)
@@ -74,13 +74,16 @@ class Metrics:
         ProcessCollector("reprise", registry=self._registry)
 
     def routed(self, route: Route, *, again: bool) -> None:
+        """Count the route of a turn's try. again: it is not the first one."""
         if again:
             return
         self._routes.labels(route.route).inc()
-        if route.route == "moved":
-            self._moves.labels(route.why).inc()
         if route.refused:
             self._refused.labels(route.refused).inc()
+
+    def moved(self, why: str) -> None:
+        """Count a turn that was sent away from its session's home, at once or because that has failed it."""
+        self._moves.labels(why).inc()
 
     def found(self, seconds: float) -> None:
         self._found.observe(seconds)

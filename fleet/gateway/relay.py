@@ -9,7 +9,8 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import msgspec
 from starlette.types import Send
@@ -118,6 +119,8 @@ class Relay:
         self._refusal: _Refusal | None = None
         self._broken_events = b""  # what the client is told if nobody can go on
         self._route: Route | None = None
+        self._left_home: Literal["", "dead", "refused"] = ""  # how the session's home has failed the turn
+        self._has_moved = False  # it was sent away from home, and that was counted
         self._broke_s = 0.0
 
     async def run(self) -> None:
@@ -132,8 +135,13 @@ class Relay:
                 if await self._waits_for_a_replica():
                     continue
                 return await self._give_up()
+            if route.why == "dead" and self._left_home:
+                route = replace(route, why=self._left_home)
             self._route = route
             self._metrics.routed(route, again=bool(self._broke_s))
+            if route.route == "moved" and not self._has_moved:
+                self._has_moved = True
+                self._metrics.moved(route.why)
             try:
                 return await self._try(route, found)
             except (ReplicaFailed, _NextReplica) as error:
@@ -319,6 +327,8 @@ class Relay:
         elif not isinstance(error, _Busy):
             self._failures += 1
         self._tried.add(route.replica)
+        if route.route == "home":
+            self._left_home = "dead" if isinstance(error, ReplicaFailed) else "refused"
         if not self._broke_s:
             self._broke_s, self._is_resuming = self._clock(), self._has_begun
         level = logging.INFO if isinstance(error, _NextReplica) else logging.WARNING

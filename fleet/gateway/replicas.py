@@ -7,6 +7,8 @@ from reprise.fleet.gateway.http_client import SWEEP_S, Replica, ReplicaFailed
 from reprise.fleet.members import BEAT_S, Members
 from reprise.fleet.routing import STALE_S
 
+LOOK_S = 0.2  # between two looks while no replica takes turns: people and load balancers wait for the first one
+
 log = logging.getLogger(__name__)
 
 
@@ -52,7 +54,7 @@ class Replicas:
                 self._leave_the_stopped()
             except Exception:
                 log.exception("the table of the replicas was not refreshed")
-            await asyncio.sleep(BEAT_S)
+            await asyncio.sleep(BEAT_S if self._members.has_open() else LOOK_S)
 
     def _leave_the_stopped(self) -> None:
         """Abort the answers of replicas whose beats have stopped and whose connections bring no bytes either. A replica

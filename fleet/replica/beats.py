@@ -25,6 +25,7 @@ from reprise.fleet.replica.this_server import ThisServer
 
 JOIN_S = 10.0  # longest wait for the directory before this server takes requests
 JOIN_LOOK_S = 0.1  # between two beats of a server that is about to take them
+LOOK_S = 0.1  # between two looks whether there is something new to say
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +49,7 @@ class Beats:
         self._commits, self._deletions, self._spending = commits, deletions, spending
         self._background, self._readiness, self._clock = background, server.readiness, clock
         self._before: Before | None = None
+        self._said: Status | None = None  # the status that the last beat told
         self._born = ""
         self._is_foreign = False
         self._deleting: asyncio.Task[None] | None = None
@@ -91,6 +93,7 @@ class Beats:
     def heartbeat(self) -> Heartbeat:
         """Return what this replica reports about itself now."""
         status, model, now = self._readiness.status, self._readiness.model, self._clock()
+        self._said = status
         identity, stats, load = self._server.identity, self._server.engine.stats, None
         if stats is not None and model is not None and status in (Status.READY, Status.DRAINING):
             load = load_of(stats, model, self._before, now, draining=status is Status.DRAINING)
@@ -112,15 +115,21 @@ class Beats:
         )
 
     async def _pause(self) -> None:
-        """Wait for the time of the next beat: sooner if the model has come, or if this server still joins."""
+        """Wait for the time of the next beat: sooner if the model has come, if this server still joins, or if it takes
+        turns now and did not before, or the other way round."""
         readiness = self._readiness
         if readiness.failure is not None:  # `wait_loaded` would not wait any more
             await asyncio.sleep(BEAT_S)
         elif readiness.model is None:
             with contextlib.suppress(TimeoutError, EngineFailed):
                 await asyncio.wait_for(readiness.wait_loaded(), BEAT_S)
+        elif readiness.joining:
+            await asyncio.sleep(JOIN_LOOK_S)
         else:
-            await asyncio.sleep(JOIN_LOOK_S if readiness.joining else BEAT_S)
+            for _ in range(round(BEAT_S / LOOK_S)):
+                if readiness.status is not self._said:
+                    break
+                await asyncio.sleep(LOOK_S)
 
     async def _say_alive(self) -> Heard:
         try:

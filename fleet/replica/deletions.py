@@ -5,9 +5,11 @@ import contextlib
 import logging
 from collections import OrderedDict
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
+from reprise.app.state_disk import DiskAway, StateDisk
 from reprise.fleet.directory import Directory
 from reprise.fleet.directory_redis import DirectoryUnavailable
 from reprise.fleet.keys import SessionName
@@ -40,10 +42,12 @@ class Deletions:
     """A part that carries out the fleet's deletions here. It stores on disk the epoch (a number that grows with every
     deletion) up to which they were carried out. One per replica, on its event loop."""
 
-    def __init__(self, *, path: Path, directory: Directory, copies: Copies) -> None:
+    def __init__(self, *, path: Path, directory: Directory, copies: Copies, disk: StateDisk | None = None) -> None:
+        """Set up. path: of the file. disk: the file's."""
         self.since = self._saved = _read(path)  # all deletions up to this epoch have been carried out
         self.is_caught_up = False  # all that was deleted before this server's start have been carried out
         self._path = path
+        self._thread = (disk or StateDisk()).thread("disk-deletions")
         self._directory = directory
         self._copies = copies
         self._remembered: OrderedDict[str, Forgotten] = OrderedDict()
@@ -64,7 +68,8 @@ class Deletions:
         """Write to disk up to which epoch deletions were carried out."""
         if self.since != self._saved:
             self._saved = self.since
-            await asyncio.to_thread(_write, self._path, self.since)
+            with contextlib.suppress(DiskAway):  # the directory sends them once more
+                await asyncio.to_thread(self._thread.run, partial(_write, self._path, self.since))
 
     async def publish_again(self) -> None:
         """Tell the directory again what was deleted, after it has lost its data. Raises DirectoryUnavailable."""

@@ -13,6 +13,7 @@ from typing import Any
 
 from reprise.app.conversations.text_thread import TextThread
 from reprise.app.settings.settings import Settings
+from reprise.app.state_disk import StateDisk
 from reprise.app.tenancy.keyring import KeyLimits
 from reprise.app.turn.ports import ArrivedRequest, EnginePort
 from reprise.app.turn.readiness import Readiness
@@ -66,10 +67,12 @@ class Replica:
         transcripts: TextThread,
         commands: SessionCommands,
         limits: Callable[[str], KeyLimits],
+        state_disk: StateDisk | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Set up. secret: the tenant secret, the same on every member. Raises ValueError for an invalid address,
-        ImportError without redis' client, OSError if the name cannot be stored."""
+        """Set up. secret: the tenant secret, the same on every member. state_disk: that of settings.state_dir.
+        Raises ValueError for an invalid address, ImportError without redis' client, OSError if the name cannot be
+        stored."""
         fleet = settings.fleet
         self.identity = Identity.of(settings)
         self.key = fleet_key(secret)  # the key of gateways, which may resume answers here
@@ -82,11 +85,13 @@ class Replica:
             boot=self.identity.boot,
             max_sessions=MAX_TENANT_SESSIONS,
         )
-        outbox = Outbox(path=settings.state_dir / "outbox.sqlite3", max_bytes=MAX_OUTBOX_BYTES)
+        outbox = Outbox(path=settings.state_dir / "outbox.sqlite3", max_bytes=MAX_OUTBOX_BYTES, disk=state_disk)
         self.outbox = OutboxThread(outbox)
         self.held = HeldSessions(most=settings.cache.max_sessions, ttl_s=settings.cache.ttl_s)
         self._copies = Copies(held=self.held, outbox=self.outbox, transcripts=transcripts, commands=commands)
-        self.deletions = Deletions(path=settings.state_dir / "deletions", directory=self.directory, copies=self._copies)
+        self.deletions = Deletions(
+            path=settings.state_dir / "deletions", directory=self.directory, copies=self._copies, disk=state_disk
+        )
         self._background = Background()
         server = ThisServer(self.identity, engine, readiness, transcripts if fleet.transcripts else None)
         self._claims = Claims(

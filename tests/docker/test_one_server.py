@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from reprise.app.settings.settings import Settings
-from reprise.app.settings.sources import SettingsError, known_settings, load_settings
+from reprise.app.settings.sources import SettingsError, known_settings, load_settings, variable_of
 from tests.one_name import FOLDERS
 
 ROOT = Path(__file__).parents[2]
@@ -35,8 +35,13 @@ def compose(*overlays: str) -> dict[str, Any]:
 
     merged: Any = {}
     for name in ("compose.yaml", *overlays):
-        merged = merge(merged, yaml.safe_load((DOCKER / name).read_text(encoding="utf-8")))
+        merged = merge(merged, compose_file(name))
     return merged
+
+
+def compose_file(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load((DOCKER / name).read_text(encoding="utf-8"))
+    return found
 
 
 def resolved(environment: dict[str, Any], host: dict[str, str]) -> dict[str, str]:
@@ -115,6 +120,24 @@ def test_model_device_and_sizes_come_from_the_environment_and_else_from_the_serv
     found = settings(host)
     assert (found.model.source, found.model.max_context, found.engine.device) == ("org/name", 4096, "cpu")
     assert (found.cache.dram_gib, found.cache.disk_gib, found.cache.hbm_tokens) == (3, 5, 70_000)
+
+
+def test_what_people_set_is_handed_on_to_every_kind_of_server() -> None:
+    """A variable that compose does not name stays on the host without a word: the setting would have no effect."""
+    of_one_server = compose()["services"]["server"]["environment"]
+    of_a_replica = compose_file("compose.fleet.yaml")["services"]["replica"]["environment"]
+    of_a_node = compose_file("compose.ray.yaml")["services"]["node"]["environment"]
+    for section, servers in {
+        **dict.fromkeys(("model", "engine", "weights"), (of_one_server, of_a_replica, of_a_node)),
+        "limits": (of_one_server,),
+    }.items():
+        wanted = {variable_of(name) for name, _ in known_settings() if name.startswith(f"{section}.")}
+        for environment in servers:
+            assert wanted <= environment.keys()
+            assert {environment[name] for name in wanted} == {None}
+    host = {"REPRISE_MODEL__EXACT": "on", "REPRISE_MODEL__WEIGHTS": "q8", "REPRISE_SERVER__ADMIN_KEYS": "an-admin-key"}
+    found = settings(host)
+    assert (found.model.exact, found.model.weights, found.server.admin_keys) == ("on", "q8", ("an-admin-key",))
 
 
 def test_what_has_to_outlive_a_container_lies_on_a_volume():

@@ -32,6 +32,8 @@ async def health(request: Request) -> dict[str, Any]:
     stats = engine_of(request).stats
     if stats is not None and stats.tier_capacity.get("disk"):
         answer["disk"] = "away" if "disk" in stats.tier_problems else "used"  # without it, KV is computed again
+    if request.app.state.state_disk.is_away:
+        answer["disk"] = "away"  # it keeps transcripts and stored responses too
     if isinstance(store := request.app.state.responses.store, RedisStore):
         answer["redis"] = store.state  # without Redis, answers still work; stored responses do not
     return answer

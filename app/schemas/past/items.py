@@ -85,7 +85,7 @@ def _taken(item: Item, kind: str, losses: Losses, *, is_asked: bool) -> Item:
         text = given if isinstance(given, str) else "" if given is None else as_json(given)
         return {**item, **_with_id(item), "input": text}
     if kind in ("function_call_output", "custom_tool_call_output"):
-        output = readable(item.get("output"), losses, field="input", is_asked=False)
+        output = readable(item.get("output"), losses, field="input", is_asked=False, inside="output")
         if not isinstance(output, str | list):
             output = "" if output is None else as_json(output)
         return {**item, **_with_id(item), "output": output}
@@ -102,7 +102,7 @@ def _with_id(item: Item) -> Item:
 
 def _thought(item: Item, name: str, losses: Losses) -> object:
     """Return a field of a thought, or None and a word where it is no text and no list of parts."""
-    thought = readable(item.get(name), losses, field="input", is_asked=False)
+    thought = readable(item.get(name), losses, field="input", is_asked=False, inside=name)
     if thought is None or isinstance(thought, str | list):
         return thought
     losses.add("input", "reasoning")

@@ -15,12 +15,15 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from reprise.app.schemas.unknown import SAID_ANYHOW
+
 Part = dict[str, Any]
 
 MAX_ID_CHARS = 256  # longest id of a call
 NO_ID = "unknown"
 MAX_LINE_CHARS = 2000  # longest line that stands for a part without text
 TEXT_KINDS = frozenset({"text", "input_text", "output_text", "summary_text", "reasoning_text"})
+_OF_TEXTS = SAID_ANYHOW | {"type", "text"}
 _MEDIA = {
     **dict.fromkeys(("image", "image_url", "input_image", "image_file", "computer_screenshot"), "image"),
     **dict.fromkeys(("audio", "input_audio", "output_audio"), "audio"),
@@ -97,12 +100,13 @@ def asked_at(roles: Sequence[object]) -> int | None:
     return None
 
 
-def readable(content: object, losses: Losses, *, field: str, is_asked: bool) -> object:
+def readable(content: object, losses: Losses, *, field: str, is_asked: bool, inside: str = "content") -> object:
     """Return a content whose parts are all texts. What is no list of parts is returned as it is. A bare string is a
     text, and so is a part with a text and no type. In the history a text that is null is empty, and a malformed part
     becomes its JSON, or is left out where it says nothing.
 
-    field: the request field that is named where a part is lost. is_asked: whether this is the last message of a user;
+    field: the request field that is named where a part is lost. inside: the field of its items that is this content,
+    for what is unknown in a text. is_asked: whether this is the last message of a user;
     then a part that cannot be shown, or is malformed, is kept, for the schema to refuse."""
     if not isinstance(content, list) or all(_is_own(part) for part in content):
         return content
@@ -112,6 +116,7 @@ def readable(content: object, losses: Losses, *, field: str, is_asked: bool) -> 
             parts.append(part)
         elif (text := _plain(part)) is not None:
             parts.append({"type": "text", "text": text})
+            _name_unknown(part, losses, f"{field}.{inside}")
         elif is_asked:
             parts.append(part)
         elif (text := _odd(part, losses, field)) is not None:
@@ -169,6 +174,16 @@ def text_of(part: Part) -> str | None:
 def _is_own(part: object) -> bool:
     """Return whether a part is a text in the form that all dialects take."""
     return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+
+
+def _name_unknown(part: object, losses: Losses, path: str) -> None:
+    """Name what a text has besides its text, as `reprise.app.schemas.unknown` does for those that stay as they are."""
+    if not isinstance(part, dict) or not (part.get("type") is None or part["type"] in TEXT_KINDS):
+        return  # a document or the like has fields of its own, which say what its text is
+    if not _OF_TEXTS.issuperset(part):
+        for name, value in part.items():
+            if name not in _OF_TEXTS and value is not None:
+                losses.add(path, name)
 
 
 def _is_text(part: object) -> bool:

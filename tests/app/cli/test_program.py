@@ -54,6 +54,42 @@ def test_version_help_and_settings():
     assert "attentionstore | prefix | recompute" in " ".join(listed.split())
 
 
+def test_settings_are_listed_with_their_values_and_where_these_come_from(tmp_path):
+    file = tmp_path / "r.toml"
+    file.write_text("[scheduler]\nmax_seqs = 3\n[cache]\nttl_s = 77\n[limits]\nkey_requests = 5\n")
+    environ = {"REPRISE_CACHE__TTL_S": "88", "REPRISE_EXPERIMENT__SCORES": "true", "REPRISE_LIMITS__KEY_REQUESTS": "6"}
+    arguments = ["settings", "--config", str(file), "--port", "9", "--limits.key-requests", "7", "--model", "[bold]x"]
+    result = CliRunner().invoke(program.cli, arguments, env={**environ, "COLUMNS": "260"})
+    assert result.exit_code == 0, result.output
+    rows = {line.split()[0]: " ".join(line.split()) for line in result.output.splitlines() if line.strip()}
+    assert rows["scheduler.max_seqs"].startswith(f"scheduler.max_seqs 3 file {file}; default ")
+    assert rows["cache.ttl_s"].startswith("cache.ttl_s 88.0 environment; default ")
+    assert rows["limits.key_requests"].startswith("limits.key_requests 7 flag; default 0")
+    assert rows["server.port"].startswith("server.port 9 flag; default 8000")
+    assert rows["model.source"].startswith("model.source [bold]x flag; default none")
+    assert rows["cache.mode"].startswith("cache.mode attentionstore default keep KV in HBM")
+    assert rows["experiment.scores"].startswith("experiment.scores true environment; default false")
+    assert "experiment.window" not in rows
+
+
+def test_settings_show_no_secrets(tmp_path):
+    file = tmp_path / "r.toml"
+    file.write_text('[server]\nadmin_keys = ["sk-admin-secret1"]\n')
+    environ = {
+        "REPRISE_SERVER__API_KEYS": "sk-first-secret1,sk-second-secret",
+        "REPRISE_CACHE__REDIS_URL": "redis://me:pw-secret@one:6379/0?password=secret,rediss://:se/cret@two:6379",
+        "REPRISE_FLEET__REDIS_URL": "redis://:comma,secret1@three:6379/1",
+        "REPRISE_SERVER__TRACES_ENDPOINT": "https://me:secret@traces.example/v1/traces?key=secret",
+    }
+    result = CliRunner().invoke(program.cli, ["settings", "--config", str(file)], env={**environ, "COLUMNS": "260"})
+    assert result.exit_code == 0, result.output
+    for word in ("secret1", "pw-secret", "second-secret", "secret@", "=secret", "se/cret", "cret@"):
+        assert word not in result.output, word
+    for word in ("2, not shown", "1, not shown", "redis://one:6379/0,rediss://(not shown)", "redis://three:6379/1"):
+        assert word in result.output, word
+    assert "https://traces.example/v1/traces" in result.output
+
+
 @pytest.mark.parametrize(
     ("arguments", "environ", "says"),
     [
@@ -66,7 +102,7 @@ def test_version_help_and_settings():
         (["--port", "x"], {}, ["--port"]),
     ],
 )
-@pytest.mark.parametrize("command", ["serve", "doctor"])
+@pytest.mark.parametrize("command", ["serve", "doctor", "settings"])
 def test_bad_settings_exit_with_two(command, arguments, environ, says):
     result = CliRunner().invoke(program.cli, [command, *arguments], env={"COLUMNS": "200", **environ})
     assert result.exit_code == 2

@@ -20,6 +20,7 @@ FUNCTION = {"name": "f", "parameters": {"type": "object"}}
 CHAT: dict[str, Any] = {"messages": SAID}
 MESSAGES: dict[str, Any] = {"messages": SAID, "max_tokens": 5}
 SCHEMA: dict[str, Any] = {"type": "object"}
+TOOLED = {**CHAT, "tools": [{"type": "function", "function": FUNCTION}]}
 CALLED = {
     "role": "assistant",
     "tool_calls": [{"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}],
@@ -68,6 +69,36 @@ NAMED: list[tuple[type[Any], dict[str, Any], list[str]]] = [
      ["messages.content.x"]),
     (MessagesRequest, {**MESSAGES, "system": [{"type": "text", "text": "a", "x": 1}]}, ["system.x"]),
     (CountTokensRequest, {"messages": [{**SAID[0], "x": 1}]}, ["messages.x"]),
+    *((ChatCompletionRequest, {"messages": [{"role": "user", "content": [{"type": kind, "text": "a", "x": 1}]}]},
+       ["messages.content.x"]) for kind in ("text", "input_text", "output_text")),
+    (ChatCompletionRequest, {"messages": [
+        SAID[0], {"role": "assistant", "content": [{"text": "a", "y": None}, {"text": "a", "z": 1}]},
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b", "x": 1}]},
+    ]}, ["messages.content.z", "messages.content.x"]),
+    (ChatCompletionRequest,
+     {**CHAT, "prediction": {"type": "content", "content": [{"type": "text", "text": "a", "x": 1}]}},
+     ["prediction.content.x"]),
+    (ChatCompletionRequest, {**TOOLED, "tool_choice": {"type": "function", "function": {"name": "f", "x": 1}, "y": 1}},
+     ["tool_choice.y", "tool_choice.function.x"]),
+    (ChatCompletionRequest, {**TOOLED, "tool_choice": {"type": "custom", "custom": {"name": "f", "x": 1}}},
+     ["tool_choice.custom.x"]),
+    (ChatCompletionRequest, {**TOOLED, "tool_choice": {"type": "allowed_tools", "allowed_tools": {
+        "mode": "auto", "x": 1, "tools": [{"type": "function", "function": {"name": "f", "y": 1}, "z": 1}]}}},
+     ["tool_choice.allowed_tools.x", "tool_choice.allowed_tools.tools.z",
+      "tool_choice.allowed_tools.tools.function.y"]),
+    *((ResponseRequest, {"input": [{"role": "user", "content": [{"type": kind, "text": "a", "x": 1}]}]},
+       ["input.content.x"]) for kind in ("text", "input_text")),
+    (ResponseRequest, {"input": [{"type": "function_call_output", "call_id": "a", "output": [
+        {"type": kind, "text": "a", "x": 1} for kind in ("text", "input_text")]}]}, ["input.output.x"]),
+    (ResponseRequest, {"input": [{"type": "reasoning", "id": "r", "summary": [
+        {"type": "summary_text", "text": "a", "x": 1}]}, SAID[0]]}, ["input.summary.x"]),
+    (ResponseRequest, {"input": "Hi", "tool_choice": {"type": "function", "name": "f", "x": 1},
+                       "tools": [{"type": "function", **FUNCTION}]}, ["tool_choice.x"]),
+    (ResponseRequest, {"input": "Hi", "tools": [{"type": "function", **FUNCTION}], "tool_choice": {
+        "type": "allowed_tools", "mode": "auto", "x": 1, "tools": [{"type": "function", "name": "f", "y": 1}]}},
+     ["tool_choice.x", "tool_choice.tools.y"]),
+    (ConversationRequest, {"items": [{"role": "user", "content": [{"type": "text", "text": "a", "x": 1}]}]},
+     ["items.content.x"]),
 ]  # fmt: skip
 
 

@@ -27,6 +27,10 @@ def at_home(whole: Fleet, home: str = "a") -> dict[str, str]:
     return {"x-session-id": "s"}
 
 
+def moves(whole: Fleet) -> dict[str, int]:
+    return {why: count for why, count in whole.gateway.parts.metrics.counts()["moves"].items() if count}
+
+
 def resumes(whole: Fleet, outcome: Resumed) -> float:
     return whole.gateway.parts.metrics._resumes.labels(outcome)._value.get()
 
@@ -134,6 +138,10 @@ async def test_a_failure_before_the_first_byte_is_followed_by_another_replica(br
         ids = [whole.replicas[name].asked[0].headers[b"x-request-id"] for name in "ab"]
         assert ids[0] == ids[1]
         assert resumes(whole, Resumed.DONE) == 0, "the client had nothing yet"
+        why = "refused" if broken is refuse else "dead"
+        assert moves(whole) == {why: 1}
+        assert b'"why":"%s"' % why.encode() in data
+        assert whole.gateway.parts.metrics.counts()["routes"]["home"] == 1, "there it went first"
 
 
 async def test_a_replica_that_is_gone_is_not_asked_again():
@@ -144,6 +152,7 @@ async def test_a_replica_that_is_gone_is_not_asked_again():
             _, data, _ = await whole.stream(**at_home(whole))
             assert data.startswith(WHOLE)
         assert whole.gateway.parts.metrics._failures.labels("before")._value.get() == 1
+        assert moves(whole) == {"dead": 3}, "one after it went home first, two at once"
 
 
 async def test_the_refusal_of_all_reaches_the_client(monkeypatch):
@@ -267,6 +276,7 @@ async def test_a_stream_whose_replica_dies_goes_on_from_another(parts):
         assert (answer.status_code, is_whole) == (200, True)
         assert data.replace(b": ping\n\n", b"") == WHOLE + LAST % (b"b", b"dead")
         assert resumes(whole, Resumed.DONE) == 1
+        assert moves(whole) == {"dead": 1}
 
 
 async def test_an_answer_goes_on_over_many_deaths():

@@ -24,6 +24,10 @@ class FakeMembers:
     failures: list[Exception] = field(default_factory=list)
     reads: int = 0
     gone: list[str] = field(default_factory=list)
+    is_open: bool = True
+
+    def has_open(self) -> bool:
+        return self.is_open
 
     async def refresh(self) -> None:
         self.reads += 1
@@ -110,6 +114,20 @@ async def test_the_table_is_read_again_after_a_failure(members, caplog):
     async with kept(Replicas(members).follow()):
         await until(lambda: members.reads >= 3)
     assert [record.message for record in caplog.records] == ["the table of the replicas was not refreshed"]
+
+
+async def test_the_table_is_read_often_until_a_replica_takes_turns(members, monkeypatch):
+    """So that /ready does not say no for a second more than is true."""
+    monkeypatch.setattr(replicas_module, "BEAT_S", 3600.0)
+    monkeypatch.setattr(replicas_module, "LOOK_S", 0.001)
+    members.is_open = False
+    async with kept(Replicas(members).follow()):
+        await until(lambda: members.reads >= 5)
+        members.is_open = True
+        await asyncio.sleep(0.05)
+        reads = members.reads
+        await asyncio.sleep(0.05)
+        assert members.reads == reads
 
 
 async def test_a_replica_that_has_left_keeps_its_connections_until_its_answers_end(members):

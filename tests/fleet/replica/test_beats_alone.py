@@ -139,6 +139,20 @@ async def test_a_server_without_a_model_tells_so_and_then_at_once_that_it_has_on
     assert [(beat.state, beat.model) for beat in beating.fleet.said[:2]] == [("loading", ""), ("ready", "m")]
 
 
+async def test_a_server_that_drains_or_restarts_says_so_at_once(beating, monkeypatch):
+    """Gateways would send it turns that it refuses, or let turns wait that it would take."""
+    monkeypatch.setattr(beats_module, "BEAT_S", 3600.0)
+    beating.load()
+    running = asyncio.create_task(beating.beats.run())
+    for status in (Status.READY, Status.RESTARTING, Status.READY, Status.DRAINING):
+        beating.readiness.status = status
+        await until(lambda status=status: beating.fleet.said and beating.fleet.said[-1].state == status.value, 5)
+    beating.beats.stop()
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    assert len(beating.fleet.said) == 4, "and no more often"
+
+
 async def test_a_server_whose_model_cannot_be_loaded_beats_no_more_often(beating):
     """Nothing it would wait for is still to come: its beats would follow each other without a pause."""
     assert BEAT_S >= 1.0

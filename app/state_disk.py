@@ -1,0 +1,161 @@
+"""Calls the disk that holds the server's own files, and stops waiting for it after a deadline. A thread inside a system
+call cannot be stopped; its caller can."""
+
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any, Generic, TypeVar, cast
+
+T = TypeVar("T")
+DEADLINE_S = 5.0  # the longest wait for one call, the same as for a read of KV
+FIRST_PAUSE_S = 0.5  # before a disk that was given up is called again; doubled if it is given up again soon
+LONGEST_PAUSE_S = 30.0
+SETTLED_S = 60.0  # a disk that was used for so long begins with the first pause again
+log = logging.getLogger(__name__)
+
+
+class DiskAway(Exception):
+    """The disk did not answer in time, or is not called because it did not lately."""
+
+
+class StateDisk:
+    """Knows whether one disk answers, for all that call it, so that one caller waits for a disk that hangs and not each
+    of them. The first call that misses the deadline gives the disk up: every call fails at once until the overdue
+    ones have ended, and for a pause after that. Thread-safe."""
+
+    def __init__(self, name: str = "the disk of the server's own files", *, deadline_s: float | None = None) -> None:
+        """Set up. name: of the disk, for the log. deadline_s: of one call; None: DEADLINE_S."""
+        self.failures = 0  # calls that were not made, or not waited for
+        self.deadline_s = DEADLINE_S if deadline_s is None else deadline_s
+        self._name = name
+        self._lock = threading.Lock()  # guards what follows
+        self._num_overdue = 0
+        self._used_s = time.monotonic()  # from when on it is used
+        self._pause_s = FIRST_PAUSE_S
+
+    @property
+    def is_away(self) -> bool:
+        """Whether calls fail at once."""
+        return self._num_overdue > 0 or time.monotonic() < self._used_s
+
+    def thread(self, name: str) -> "DiskThread":
+        """Return a new thread that calls this disk."""
+        return DiskThread(self, name)
+
+    def require(self) -> None:
+        """Raise DiskAway while the disk is not used."""
+        if self.is_away:
+            self.failures += 1
+            raise DiskAway(f"{self._name} does not answer")
+
+    def give_up(self) -> None:
+        """Note that a call is overdue."""
+        with self._lock:
+            self.failures += 1
+            self._num_overdue += 1
+            is_first = self._num_overdue == 1
+            if is_first:
+                settled = time.monotonic() - self._used_s > SETTLED_S
+                self._pause_s = FIRST_PAUSE_S if settled else min(2 * self._pause_s, LONGEST_PAUSE_S)
+        if is_first:
+            log.warning(
+                "%s has not answered for %g s: until it answers, no conversation is kept there, or found",
+                *(self._name, self.deadline_s),
+            )
+
+    def came_back(self, error: BaseException | None) -> None:
+        """Note that an overdue call has ended. error: what it raised."""
+        with self._lock:
+            self._num_overdue -= 1
+            is_last = self._num_overdue == 0
+            if is_last:
+                self._used_s = time.monotonic() + self._pause_s
+        if error is not None:
+            log.warning("an overdue call of %s has failed: %s", self._name, error)
+        if is_last:
+            log.warning("%s answers and is used", self._name)
+
+
+class _Job(Generic[T]):
+    __slots__ = ("abandoned", "begun", "done", "error", "is_over", "result", "work")
+
+    def __init__(self, work: Callable[[], T]) -> None:
+        self.work = work
+        self.done = threading.Lock()  # unlocked when the job is over; costs a fifth of an Event
+        self.done.acquire()
+        self.begun = self.is_over = self.abandoned = False
+        self.result: T | None = None
+        self.error: BaseException | None = None
+
+
+class DiskThread:
+    """A daemon thread that makes calls to one disk, one after the other. Any thread may call it. It is started by the
+    first call, and ends with this object."""
+
+    def __init__(self, disk: StateDisk, name: str) -> None:
+        self._disk, self._name = disk, name
+        self._lock = threading.Lock()  # guards the state of jobs, and the start
+        self._jobs: SimpleQueue[_Job[Any] | None] = SimpleQueue()  # None ends the thread
+        self._thread: threading.Thread | None = None
+        self._is_closed = False
+
+    def run(self, work: Callable[[], T]) -> T:
+        """Return or raise what `work` does. Raises DiskAway at once while the disk is away, or when `work` has not
+        ended within the deadline: then it goes on, and nobody hears how it ends."""
+        if threading.current_thread() is self._thread:
+            return work()  # a part of a call
+        self._disk.require()
+        if self._is_closed:
+            raise DiskAway("it was closed")
+        job = _Job(work)
+        self._start()
+        self._jobs.put(job)
+        if not job.done.acquire(timeout=self._disk.deadline_s):
+            with self._lock:
+                if not job.is_over:
+                    job.abandoned = True
+                    if job.begun:
+                        self._disk.give_up()
+                    else:  # the one before it hangs, and has given the disk up
+                        self._disk.failures += 1
+                    raise DiskAway(f"no answer for {self._disk.deadline_s:g} s")
+        if job.error is not None:
+            raise job.error
+        return cast(T, job.result)
+
+    def close(self) -> None:
+        """End the thread when it has done what it was told. Does not wait for it. Later calls raise DiskAway."""
+        self._is_closed = True
+        self._jobs.put(None)
+
+    def _start(self) -> None:
+        with self._lock:
+            if self._thread is None:
+                arguments = (self._jobs, self._lock, self._disk)
+                self._thread = threading.Thread(target=_serve, args=arguments, name=self._name, daemon=True)
+                self._thread.start()
+                weakref.finalize(self, self._jobs.put, None)
+
+
+def _serve(jobs: "SimpleQueue[_Job[Any] | None]", lock: threading.Lock, disk: StateDisk) -> None:
+    """Do the jobs of one DiskThread. A function, so that the thread does not keep that object alive."""
+    while (job := jobs.get()) is not None:
+        with lock:
+            is_wanted = not job.abandoned
+            job.begun = True
+        if not is_wanted:
+            continue
+        try:
+            job.result = job.work()
+        except BaseException as error:
+            job.error = error
+        with lock:
+            job.is_over = True
+            was_abandoned = job.abandoned
+        if was_abandoned:
+            disk.came_back(job.error)
+        job.done.release()
+        del job  # its values would otherwise live until the next job
