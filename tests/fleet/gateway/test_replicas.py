@@ -117,7 +117,7 @@ async def test_the_table_is_read_again_after_a_failure(members, caplog):
 
 
 async def test_the_table_is_read_often_until_a_replica_takes_turns(members, monkeypatch):
-    """So that /ready does not say no for a second more than is true."""
+    """Look more often, since /ready says no meanwhile."""
     monkeypatch.setattr(replicas_module, "BEAT_S", 3600.0)
     monkeypatch.setattr(replicas_module, "LOOK_S", 0.001)
     members.is_open = False
