@@ -141,7 +141,7 @@ check: setup  ## formatting, lint, types, import rules, documents
 
 docs:  ## the documents as a site in build/site, strictly
 	@$(MAKE) --no-print-directory setup EXTRAS='$(EXTRAS),docs'
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 format: setup  ## rewrite the sources as `check` wants them
 	@$(BIN)/ruff format --quiet .
