@@ -50,6 +50,7 @@ class Outbox:
         entries are dropped, and the directory is never told of their turns. disk: the file's."""
         self.dropped = 0  # entries that had no room
         self.waiting = 0  # entries; may be read on any thread
+        self._is_counted = False  # `waiting` says how many there are in the file
         self._db = Database(path=path, schema=_SCHEMA, version=SCHEMA_VERSION, disk=disk)
         self._max_bytes = max_bytes
         self._in_time(self._count, None)
@@ -86,6 +87,8 @@ class Outbox:
         return self._in_time(partial(self._first, count), [])
 
     def _first(self, count: int) -> list[Unsent]:
+        if not self._is_counted:  # the disk did not answer at the start
+            self._count()
         try:
             rows = self._db.execute("SELECT name, entry FROM waiting ORDER BY place LIMIT ?", (count,)).fetchall()
             entries = []
@@ -133,6 +136,7 @@ class Outbox:
     def _count(self) -> None:
         try:
             self.waiting = self._db.execute("SELECT count(*) FROM waiting").fetchone()[0]
+            self._is_counted = True
         except sqlite3.Error as error:
             if self._db.recover(error):
                 self.waiting = 0

@@ -1,4 +1,6 @@
 import sqlite3
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -7,7 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from reprise.app import state_disk
 from reprise.app.conversations.database import Database
+from reprise.app.state_disk import DiskAway, StateDisk
 from reprise.fleet import outbox as outbox_module
 from reprise.fleet.outbox import Outbox, Unsent
 
@@ -163,4 +167,25 @@ def test_nothing_of_a_deleted_session_stays_in_the_files(tmp_path: Path, was_sen
     outbox.forget("alice", "doomed-session")
     assert not found(b"doomed")
     assert found(b"another-session")
+    outbox.close()
+
+
+def test_what_waits_is_counted_though_the_disk_was_away_at_the_start(tmp_path, monkeypatch):
+    """A replica takes out what it has sent only if it knows that some wait; else it would send it for ever."""
+    outbox = Outbox(path=tmp_path / "outbox", max_bytes=1 << 20)
+    outbox.put(unsent("a"))
+    outbox.close()
+    monkeypatch.setattr(state_disk, "FIRST_PAUSE_S", 0.01)
+    disk, gate = StateDisk(deadline_s=0.05), threading.Event()
+    with pytest.raises(DiskAway):
+        disk.thread("disk-other").run(lambda: gate.wait(10))
+    outbox = Outbox(path=tmp_path / "outbox", max_bytes=1 << 20, disk=disk)
+    assert (kept(outbox), outbox.waiting) == ([], 0)
+    gate.set()
+    end = time.monotonic() + 10
+    while disk.is_away:
+        assert time.monotonic() < end
+        time.sleep(0.002)
+    disk.deadline_s = 10.0
+    assert (kept(outbox), outbox.waiting) == (["a"], 1)
     outbox.close()
