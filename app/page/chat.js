@@ -129,8 +129,8 @@ export class Chat extends EventTarget {
   /** Answer the last question once more, beside the answer that there is: everything before stays cached. */
   async again() {
     await this.#goOnWith(null, (conversation) => {
-      dropEmpty(conversation);
       const question = tree.path(conversation).findLast(({ role }) => role === "user");
+      dropEmpty(conversation);
       return this.#write(this.#newAnswer(question), null);
     });
   }
@@ -232,7 +232,7 @@ export class Chat extends EventTarget {
     if (answer.report) answer.report.idle_ms = writing.idle_ms;
     delete answer.request_id;
     const refused = failure !== null && question !== null && (REFUSED.has(failure.status) || failure.code === "elsewhere") && !answer.content;
-    if ((failure || answer.end === "stopped") && !answer.content && !answer.thought) tree.drop(conversation, answer);
+    if ((failure || answer.end === "stopped") && !answer.content && !answer.thought) dropUnsaid(conversation, answer);
     if (refused) this.#takeBack(conversation, question); // else it would spoil all that is said later
     else if (failure) conversation.problem = failure.sentence;
     else if (answer.end === "stopped" && !answer.content && !answer.thought) conversation.problem = "Stopped before the first word.";
@@ -313,7 +313,14 @@ const isUnfinished = (message) => message?.role === "assistant" && message.end =
 /** Take an answer away that was broken off before its first word: it says nothing once something else is said after it. */
 function dropEmpty(conversation) {
   const last = tree.path(conversation).at(-1);
-  if (isUnfinished(last) && !last.content && !last.thought) tree.drop(conversation, last);
+  if (isUnfinished(last) && !last.content && !last.thought) dropUnsaid(conversation, last);
+}
+
+/** Take an answer out that says nothing. Another version of it, which it was to stand beside, is shown again. */
+function dropUnsaid(conversation, answer) {
+  tree.drop(conversation, answer);
+  const other = tree.versions(conversation, answer).at(-1);
+  if (other && conversation.head === answer.parent) conversation.head = other.id;
 }
 
 function asSent({ role, content, thought }) {

@@ -85,6 +85,33 @@ def test_another_answer_keeps_the_first_one(page: Any, server: Served) -> None:
     assert said == ["One", "Hello there, how are you today?", "Two"]
 
 
+@pytest.mark.parametrize("ends", ["stopped", "refused", "closed"])
+def test_another_answer_that_does_not_come_takes_nothing_away(page: Any, server: Served, ends: str) -> None:
+    send(page, "One")
+    first = texts(page)
+    if ends == "refused":
+        server.engine.script.refuse = "context_length_exceeded"
+    else:
+        page.route(CHATS, lambda route: None)
+    page.get_by_role("button", name="Answer again").click()
+    if ends == "closed":
+        page.locator("article.theirs .text:empty").wait_for()
+        page.wait_for_timeout(100)
+        page.reload()
+        page.locator('#server[data-state="ready"]').wait_for()
+        page.get_by_text("Broken off").wait_for()
+    else:
+        if ends == "stopped":
+            page.get_by_role("button", name="Stop").click()
+        page.get_by_role("alert").first.wait_for()
+        assert texts(page) == first
+    page.unroute_all()
+    server.engine.script.refuse = None
+    with page.expect_request(CHATS) as asked:
+        send(page, "Two")
+    assert [message["content"] for message in json.loads(asked.value.post_data)["messages"]] == [*first, "Two"]
+
+
 def test_the_last_message_is_edited_by_keyboard(page: Any) -> None:
     send(page, "One")
     composer(page).focus()
