@@ -15,6 +15,7 @@ FIRST_PAUSE_S = 0.5  # before a disk that was given up is called again; doubled 
 LONGEST_PAUSE_S = 30.0
 SETTLED_S = 60.0  # a disk that was used for so long begins with the first pause again
 log = logging.getLogger(__name__)
+_here = threading.local()  # `job`: what a thread that calls a disk does now
 
 
 class DiskAway(Exception):
@@ -77,6 +78,14 @@ class StateDisk:
             log.warning("an overdue call of %s has failed: %s", self._name, error)
         if is_last:
             log.warning("%s answers and is used", self._name)
+
+
+def require_wanted() -> None:
+    """Raise DiskAway in a call that its caller has given up, so that nothing is written which the caller may ask for
+    once more."""
+    job: _Job[Any] | None = getattr(_here, "job", None)
+    if job is not None and job.abandoned:
+        raise DiskAway("nobody waits for it any more")
 
 
 class _Job(Generic[T]):
@@ -148,10 +157,13 @@ def _serve(jobs: "SimpleQueue[_Job[Any] | None]", lock: threading.Lock, disk: St
             job.begun = True
         if not is_wanted:
             continue
+        _here.job = job
         try:
             job.result = job.work()
         except BaseException as error:
             job.error = error
+        finally:
+            _here.job = None
         with lock:
             job.is_over = True
             was_abandoned = job.abandoned

@@ -14,7 +14,7 @@ import msgspec
 
 from reprise.app.conversations.database import Database
 from reprise.app.errors import ApiError, unavailable
-from reprise.app.state_disk import DiskAway, StateDisk
+from reprise.app.state_disk import DiskAway, StateDisk, require_wanted
 
 SCHEMA_VERSION = 1
 MAX_CHAIN = 1024  # responses in a row, each going on from the one before
@@ -149,6 +149,7 @@ class ResponseStore:
             self._db.execute("INSERT INTO conversations VALUES (?, ?, ?, ?, ?)", values)
             self._append(conversation_id, items)
             self._make_room()
+            require_wanted()  # else a client that tries again makes two
             return StoredConversation(conversation_id, int(now), metadata)  # the file shrinks with the next response
 
         return await self._run(write)
@@ -176,6 +177,7 @@ class ResponseStore:
             self._conversation(tenant, conversation_id)
             self._append(conversation_id, items)
             self._make_room()
+            require_wanted()  # else a client that tries again adds them twice
 
         await self._run(write)
 

@@ -123,6 +123,23 @@ async def test_a_response_is_answered_though_it_cannot_be_stored(here: Running, 
     assert (await here.http.get(f"/v1/responses/{kept['id']}")).status_code == 200
 
 
+async def test_what_was_refused_is_not_added_late(here: Running, files: HangingFiles) -> None:
+    """Clients send again what was answered 503."""
+    conversation = (await here.http.post("/v1/conversations", json={})).json()
+    path = f"/v1/conversations/{conversation['id']}/items"
+    body = {"items": [{"type": "message", "role": "user", "content": "Once"}]}
+    files.hang()
+    assert (await here.http.post(path, json=body)).status_code == 503
+    await mended(here, files)
+    assert (await here.http.post(path, json=body)).status_code == 200
+    assert len((await here.http.get(path)).json()["data"]) == 1
+    files.hang()
+    assert (await here.http.post("/v1/conversations", json={})).status_code == 503
+    await mended(here, files)
+    store = here.app.state.responses.store
+    assert await store._run(lambda: store._db.execute("SELECT count(*) FROM conversations").fetchone()) == (1,)
+
+
 async def test_a_shutdown_does_not_wait_for_the_disk(engine: FakeEngine, tmp_path: Path, files: HangingFiles) -> None:
     async with in_process(engine, make_settings(tmp_path)) as running:
         await running.chat("Hello", session_id="a")
