@@ -2,6 +2,7 @@
 shell."""
 
 import os
+import re
 from collections.abc import Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
@@ -30,6 +31,10 @@ try:  # newer typers bring their own click
     from typer._click.shell_completion import CompletionItem
 except ImportError:
     from click.shell_completion import CompletionItem  # type: ignore[assignment]  # the same class of older typers
+
+# What has other characters in it may hold a password, in a form that Redis does not take.
+_HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[\w.\-]*)(:\d+)?")
+_PATH = re.compile(r"[\w.\-~%/]*")
 
 SECTIONS = {
     "model": "what is served",
@@ -139,9 +144,10 @@ def _without_login(url: str) -> str:
     scheme, _, rest = url.partition("://")
     place, slash, path = rest.partition("/")
     host = place.rpartition("@")[2]
-    if "@" in path or "?" in host or "#" in host:  # a password with a slash in it, or one in the query
-        return f"{scheme}://(not shown)"
-    return f"{scheme}://{host}{slash}{path.partition('?')[0].partition('#')[0]}"
+    before_query = path.partition("?")[0].partition("#")[0]
+    if "@" in path or not (_HOST.fullmatch(host) and _PATH.fullmatch(before_query)):
+        return f"{scheme}://(not shown)"  # there may be a password with a slash in it, or one in another place
+    return f"{scheme}://{host}{slash}{before_query}"
 
 
 class ServeCommand(TyperCommand):

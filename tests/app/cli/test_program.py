@@ -91,6 +91,18 @@ def test_settings_show_no_secrets(tmp_path):
 
 
 @pytest.mark.parametrize(
+    "url",
+    ["redis://one:6379,password=hidden", "redis://one/0;password=hidden", "redis://:hidden", "redis://one?pw=hidden#"],
+)
+def test_settings_show_no_password_of_an_address_that_redis_does_not_take(url):
+    """People list their settings when the server does not start with them."""
+    result = CliRunner().invoke(program.cli, ["settings"], env={"REPRISE_FLEET__REDIS_URL": url, "COLUMNS": "260"})
+    assert result.exit_code == 0, result.output
+    assert "hidden" not in result.output
+    assert "redis://(not shown)" in result.output
+
+
+@pytest.mark.parametrize(
     ("arguments", "environ", "says"),
     [
         (["--cache.mode", "magic"], {}, ["cache.mode", "'prefix' or 'recompute'"]),
