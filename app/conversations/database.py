@@ -16,7 +16,7 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 APPLICATION_ID = 0x52505253  # "RPRS"
-OPEN_TIMEOUT_S = 5.0
+OPEN_TIMEOUT_S = 2.0  # for another process to let go of the file; less than the deadline of a disk, which does answer
 BUSY_TIMEOUT_MS = 250  # short, because requests wait meanwhile
 LOG_BYTES = 4 << 20  # the most that the write-ahead log may keep on disk between checkpoints
 MAX_SET_ASIDE = 4  # damaged files that are kept; people may want to save something from them

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from reprise.app import state_disk
 from reprise.app.conversations import database
 from reprise.app.conversations.database import MAX_SET_ASIDE, Database
+from reprise.app.state_disk import StateDisk
 
 SCHEMA = "CREATE TABLE notes (id INTEGER PRIMARY KEY, text BLOB NOT NULL)"
 
@@ -280,6 +282,22 @@ def test_a_busy_file_is_left_alone(path, caplog):
     write(second, "second")
     assert notes(first) == ["first", "second"]
     assert not path.with_name(path.name + ".corrupt").exists()
+
+
+def test_a_file_that_another_process_keeps_is_not_taken_for_a_disk_that_hangs(path, caplog, monkeypatch):
+    """Else all that is on the same disk would be away for a while."""
+    open_db(path).close()
+    other = sqlite3.connect(path, isolation_level=None)
+    other.execute("PRAGMA locking_mode = EXCLUSIVE")
+    other.execute("BEGIN EXCLUSIVE")
+    monkeypatch.setattr(database, "OPEN_TIMEOUT_S", database.OPEN_TIMEOUT_S / 10)
+    disk = StateDisk(deadline_s=state_disk.DEADLINE_S / 10)
+    db = Database(path=path, schema=SCHEMA, version=1, disk=disk)
+    assert (disk.failures, disk.is_away) == (0, False)
+    assert "kept in memory only" in caplog.text
+    write(db, "here")
+    assert notes(db) == ["here"]
+    other.close()
 
 
 def test_where_no_file_can_be_it_is_kept_in_memory(tmp_path, caplog):
