@@ -6,6 +6,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar, cast
 
@@ -14,6 +15,7 @@ DEADLINE_S = 5.0  # the longest wait for one call, the same as for a read of KV
 FIRST_PAUSE_S = 0.5  # before a disk that was given up is called again; doubled if it is given up again soon
 LONGEST_PAUSE_S = 30.0
 SETTLED_S = 60.0  # a disk that was used for so long begins with the first pause again
+END_S = 0.2  # longest wait for a thread to end
 log = logging.getLogger(__name__)
 _here = threading.local()  # `job`: what a thread that calls a disk does now
 
@@ -105,6 +107,7 @@ class DiskThread:
     first call, and ends with this object."""
 
     def __init__(self, disk: StateDisk, name: str) -> None:
+        self.at_end: list[Callable[[], object]] = []  # calls that the thread makes when it ends, such as of what closes
         self._disk, self._name = disk, name
         self._lock = threading.Lock()  # guards the state of jobs, and the start
         self._jobs: SimpleQueue[_Job[Any] | None] = SimpleQueue()  # None ends the thread
@@ -136,20 +139,30 @@ class DiskThread:
         return cast(T, job.result)
 
     def close(self) -> None:
-        """End the thread when it has done what it was told. Does not wait for it. Later calls raise DiskAway."""
+        """End the thread when it has done what it was told. Waits for END_S at most. Later calls raise DiskAway."""
         self._is_closed = True
-        self._jobs.put(None)
+        if self._thread is not None:
+            _end(self._jobs, self._thread)
 
     def _start(self) -> None:
         with self._lock:
             if self._thread is None:
-                arguments = (self._jobs, self._lock, self._disk)
+                arguments = (self._jobs, self._lock, self._disk, self.at_end)
                 self._thread = threading.Thread(target=_serve, args=arguments, name=self._name, daemon=True)
                 self._thread.start()
-                weakref.finalize(self, self._jobs.put, None)
+                weakref.finalize(self, _end, self._jobs, self._thread)
 
 
-def _serve(jobs: "SimpleQueue[_Job[Any] | None]", lock: threading.Lock, disk: StateDisk) -> None:
+def _end(jobs: "SimpleQueue[_Job[Any] | None]", thread: threading.Thread) -> None:
+    """End a DiskThread. Waits until it ends or hangs in `at_end`, which the end of the program would cut off."""
+    jobs.put(None)
+    if thread is not threading.current_thread():
+        thread.join(END_S)
+
+
+def _serve(
+    jobs: "SimpleQueue[_Job[Any] | None]", lock: threading.Lock, disk: StateDisk, at_end: list[Callable[[], object]]
+) -> None:
     """Do the jobs of one DiskThread. A function, so that the thread does not keep that object alive."""
     while (job := jobs.get()) is not None:
         with lock:
@@ -171,3 +184,6 @@ def _serve(jobs: "SimpleQueue[_Job[Any] | None]", lock: threading.Lock, disk: St
             disk.came_back(job.error)
         job.done.release()
         del job  # its values would otherwise live until the next job
+    for work in at_end:
+        with suppress(Exception):
+            work()

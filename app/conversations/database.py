@@ -123,7 +123,7 @@ class Database:
             self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
 
     def close(self) -> None:
-        """Close the file. What its disk does not answer for is left as it is."""
+        """Close the file. Where its disk does not answer, its thread closes it when that does, if ever."""
 
         def close() -> None:
             self._keep_file()
@@ -224,6 +224,10 @@ class Database:
         db = sqlite3.connect(
             ":memory:" if path is None else path, timeout=OPEN_TIMEOUT_S, isolation_level=None, check_same_thread=False
         )
+        if self._thread is not None:
+            # Closing writes. What nobody has closed is closed by the thread that destroys it: at the end of the program
+            # by the main one, which a disk that hangs would keep from ending.
+            self._thread.at_end[:] = [db.close]
         try:
             if alone:
                 db.execute("PRAGMA locking_mode = EXCLUSIVE").fetchall()

@@ -1,4 +1,5 @@
 import errno
+import gc
 import os
 import random
 import shutil
@@ -6,6 +7,7 @@ import sqlite3
 import stat
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ import pytest
 from reprise.app import state_disk
 from reprise.app.conversations import database
 from reprise.app.conversations.database import MAX_SET_ASIDE, Database
-from reprise.app.state_disk import StateDisk
+from reprise.app.state_disk import DiskAway, StateDisk
 
 SCHEMA = "CREATE TABLE notes (id INTEGER PRIMARY KEY, text BLOB NOT NULL)"
 
@@ -298,6 +300,31 @@ def test_a_file_that_another_process_keeps_is_not_taken_for_a_disk_that_hangs(pa
     write(db, "here")
     assert notes(db) == ["here"]
     other.close()
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_no_other_thread_closes_a_file_whose_disk_hangs(path, monkeypatch, is_told):
+    """Closing writes. The main thread would do it at the end of the program, and hang there."""
+    closed_by = []
+
+    class Connection(sqlite3.Connection):
+        def close(self) -> None:
+            closed_by.append(threading.current_thread().name)
+            super().close()
+
+    real = sqlite3.connect
+    monkeypatch.setattr(sqlite3, "connect", lambda *args, **options: real(*args, factory=Connection, **options))
+    disk, gate = StateDisk(deadline_s=0.05), threading.Event()
+    db = Database(path=path, schema=SCHEMA, version=1, disk=disk)
+    write(db, "here")
+    with pytest.raises(DiskAway):
+        disk.thread("disk-other").run(lambda: gate.wait(10))
+    if is_told:
+        db.close()
+    del db
+    gc.collect()
+    gate.set()
+    assert closed_by == ["disk-notes"]
 
 
 def test_where_no_file_can_be_it_is_kept_in_memory(tmp_path, caplog):
