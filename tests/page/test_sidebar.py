@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tests.app.fakes import Script
-from tests.page.browser import composer, send, wait_until
+from tests.page.browser import composer, send, wait_for, wait_until
 from tests.page.served import Served
 
 pytestmark = pytest.mark.servers
@@ -88,6 +88,25 @@ def test_a_conversation_gets_another_name(page: Any, titles: Any) -> None:
     reload(page)
     assert titles()[0] == "My greeting"
     assert page.title() == "My greeting – Reprise"
+
+
+def test_what_is_chosen_in_the_list_before_the_page_is_there_is_done(page: Any, titles: Any) -> None:
+    held: list[Any] = []
+    page.route("**/page/app.js", lambda route: held.append(route))
+    page.reload(wait_until="commit")
+    row = page.locator("#conversations .open").nth(1)
+    row.focus()
+    page.keyboard.press("F2")
+    page.keyboard.type("Tawny owls")
+    page.keyboard.press("Enter")
+    page.locator("#conversations .open").nth(4).focus()
+    page.keyboard.press("Delete")
+    wait_for(page, lambda: bool(held))
+    for route in held:
+        route.continue_()
+    page.locator("dialog[open] button", has_text="Delete").click()
+    wait_until(page, "document.querySelectorAll('#conversations .open').length === 4")
+    assert titles() == ["Foxes", "Tawny owls", "Ships", "Tea"]
 
 
 def test_the_list_is_one_tab_stop_with_arrows(page: Any, titles: Any) -> None:
