@@ -63,8 +63,8 @@ class StoredConversation:
 class ResponseStore:
     """A store of responses and conversations, used from the event loop; one thread does the work. If there is no room,
     the tenant that stores the most loses what it used longest ago, so that no tenant can displace the records of others
-    by storing more. Raises NotStored and TooLong, and ApiError 503 while the disk does not answer. While the database
-    fails nothing is found."""
+    by storing more. Raises NotStored and TooLong, and ApiError 503 while the disk does not answer or has no room. In a
+    damaged file nothing is found."""
 
     def __init__(self, *, path: Path | None, max_bytes: int, ttl_s: float, disk: StateDisk | None = None) -> None:
         self._db = Database(path=path, schema=_SCHEMA, version=SCHEMA_VERSION, disk=disk)
@@ -97,15 +97,20 @@ class ResponseStore:
         """Return the input items of a response and of all responses it continues, oldest first, without its own
         output."""
 
-        def read() -> list[Item]:
+        def read() -> tuple[list[Item], list[str]]:
             _, items, previous = self._response(tenant, response_id)
-            return [*self._history(tenant, previous), *items]
+            earlier, used = self._history(tenant, previous)
+            return [*earlier, *items], used
 
-        return await self._run(read)
+        items, used = await self._run(read)
+        await self._note_use("responses", used)
+        return items
 
     async def history(self, tenant: str, response_id: str) -> list[Item]:
         """Return everything that was said up to and including a response, oldest first."""
-        return await self._run(lambda: self._history(tenant, response_id))
+        items, used = await self._run(lambda: self._history(tenant, response_id))
+        await self._note_use("responses", used)
+        return items
 
     async def delete(self, tenant: str, response_id: str) -> None:
         def remove() -> None:
@@ -123,18 +128,20 @@ class ResponseStore:
             raise NotStored(response_id)
         return _decode(found[0]), _decode(found[1]), found[2]
 
-    def _history(self, tenant: str, response_id: str | None) -> list[Item]:
+    def _history(self, tenant: str, response_id: str | None) -> tuple[list[Item], list[str]]:
+        """Return what was said up to a response, and the ids of the responses in which it was."""
         turns: list[list[Item]] = []
+        names: list[str] = []
         count = 0
         while response_id is not None:
             body, items, previous = self._response(tenant, response_id)
-            self._db.execute("UPDATE responses SET used = ? WHERE id = ?", (time.time(), response_id))
+            names.append(response_id)
             turns.append([*items, *body["output"]])
             count += len(turns[-1])
             if len(turns) > MAX_CHAIN or count > MAX_ITEMS:
                 raise TooLong(response_id)
             response_id = previous
-        return [item for turn in reversed(turns) for item in turn]
+        return [item for turn in reversed(turns) for item in turn], names
 
     # --- conversations ------------------------------------------------------------------------------------------------
 
@@ -155,12 +162,17 @@ class ResponseStore:
         return await self._run(write)
 
     async def conversation(self, tenant: str, conversation_id: str) -> StoredConversation:
-        return await self._run(lambda: self._conversation(tenant, conversation_id))
+        found = await self._run(lambda: self._conversation(tenant, conversation_id))
+        await self._note_use("conversations", [conversation_id])
+        return found
 
     async def update(self, tenant: str, conversation_id: str, metadata: dict[str, str]) -> StoredConversation:
         def write() -> StoredConversation:
             found = self._conversation(tenant, conversation_id)
-            self._db.execute("UPDATE conversations SET metadata = ? WHERE id = ?", (_encode(metadata), found.id))
+            self._db.execute(
+                "UPDATE conversations SET metadata = ?, used = ? WHERE id = ?",
+                (_encode(metadata), time.time(), found.id),
+            )
             return StoredConversation(found.id, found.created, metadata)
 
         return await self._run(write)
@@ -189,7 +201,9 @@ class ResponseStore:
             rows = self._db.execute("SELECT body FROM items WHERE conversation = ? ORDER BY place", (conversation_id,))
             return [_decode(body) for (body,) in rows]
 
-        return await self._run(read)
+        items = await self._run(read)
+        await self._note_use("conversations", [conversation_id])
+        return items
 
     async def delete_item(self, tenant: str, conversation_id: str, item_id: str) -> StoredConversation:
         def remove() -> StoredConversation:
@@ -202,11 +216,9 @@ class ResponseStore:
         return await self._delete(remove)
 
     def _conversation(self, tenant: str, conversation_id: str) -> StoredConversation:
-        """Return a conversation. This counts as using it."""
-        now = time.time()
         found = self._db.execute(
-            "UPDATE conversations SET used = ? WHERE id = ? AND tenant = ? AND used > ? RETURNING created, metadata",
-            (now, conversation_id, tenant, now - self._ttl_s),
+            "SELECT created, metadata FROM conversations WHERE id = ? AND tenant = ? AND used > ?",
+            (conversation_id, tenant, time.time() - self._ttl_s),
         ).fetchone()
         if found is None:
             raise NotStored(conversation_id)
@@ -222,6 +234,7 @@ class ResponseStore:
         bodies = [_encode(item) for item in items]
         if count + len(items) > MAX_ITEMS or size + sum(map(len, bodies)) > self._max_bytes:
             raise TooLong(conversation_id)
+        self._db.execute("UPDATE conversations SET used = ? WHERE id = ?", (time.time(), conversation_id))
         for place, (item, body) in enumerate(zip(items, bodies, strict=True), last + 1):
             self._db.execute("INSERT INTO items VALUES (?, ?, ?, ?)", (conversation_id, place, item["id"], body))
 
@@ -244,6 +257,17 @@ class ResponseStore:
             "SELECT tenant, length(metadata) FROM conversations) GROUP BY tenant ORDER BY sum(size) DESC LIMIT 1"
         ).fetchone()
         return None if found is None else str(found[0])
+
+    async def _note_use(self, table: str, names: list[str]) -> None:
+        """Note that records were used now, if there is room for that: they are read all the same."""
+
+        def note() -> None:
+            values = [(time.time(), name) for name in names]
+            with contextlib.suppress(sqlite3.Error), self._db.transaction():
+                for value in values:
+                    self._db.execute(f"UPDATE {table} SET used = ? WHERE id = ?", value)
+
+        await self._quietly(note)
 
     async def _shrink(self) -> None:
         def shrink() -> None:
@@ -288,8 +312,9 @@ class ResponseStore:
                 with self._db.transaction():
                     return work()
             except sqlite3.Error as error:
-                self._db.recover(error)
-                raise NotStored(str(error)) from error
+                if self._db.recover(error):
+                    raise NotStored(str(error)) from error
+                raise not_reachable() from error
 
         try:
             return await asyncio.get_running_loop().run_in_executor(self._thread, self._db.run, call)

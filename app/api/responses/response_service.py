@@ -23,6 +23,7 @@ from reprise.app.api.responses.as_chat import (
 from reprise.app.api.thought_seal import ThoughtSeal
 from reprise.app.conversations.redis_store import RedisStore
 from reprise.app.conversations.response_store import MAX_CHAIN, NotStored, ResponseStore, TooLong
+from reprise.app.conversations.unstored import StoredResponses
 from reprise.app.errors import ApiError, invalid
 from reprise.app.http.event_stream import PING, event
 from reprise.app.schemas.past.parts import Losses
@@ -123,10 +124,13 @@ class Responses:
         hooks: ServerHooks,
         seal: ThoughtSeal,
         *,
+        ttl_s: float,
         max_referred_bytes: int,
     ) -> None:
-        """Set up. max_referred_bytes: bounds what the references of one request bring in all."""
+        """Set up. ttl_s: how long a response is kept that nobody uses, in seconds. max_referred_bytes: bounds what the
+        references of one request bring in all."""
         self.store = store
+        self.records = StoredResponses(store, ttl_s=ttl_s)
         self.hooks = hooks
         self.seal = seal
         self._service = service
@@ -200,8 +204,8 @@ class Responses:
     async def _items_of(self, tenant: str, response_id: str, is_input: bool) -> list[Item]:
         try:
             if is_input:
-                return await self.store.input_items(tenant, response_id)
-            output: list[Item] = (await self.store.get(tenant, response_id))["output"]
+                return await self.records.input_items(tenant, response_id)
+            output: list[Item] = (await self.records.get(tenant, response_id))["output"]
         except (NotStored, TooLong):
             return []
         return output
@@ -209,7 +213,7 @@ class Responses:
     async def _history(self, request: ResponseRequest, tenant: str) -> list[Item]:
         try:
             if (previous := request.previous_response_id) is not None:
-                return await self.store.history(tenant, previous)
+                return await self.records.history(tenant, previous)
             if request.conversation is not None:
                 return await self.store.items(tenant, request.conversation.id)
         except NotStored:
@@ -230,23 +234,22 @@ class Responses:
         name = response_id
         with contextlib.suppress(NotStored):
             for _ in range(MAX_CHAIN):
-                previous = (await self.store.get(tenant, name)).get("previous_response_id")
+                previous = (await self.records.get(tenant, name)).get("previous_response_id")
                 if not isinstance(previous, str):
                     return response_id
                 name = previous
         return name
 
     async def remember(self, turn: ResponseTurn) -> None:
-        """Store the response. With a full disk or an unreachable Redis, only the stored copy is lost, not the
-        response."""
+        """Store the response, or keep it in memory while it cannot be stored."""
         if (now := time.monotonic()) >= self._sweep_s:
             self._sweep_s = now + SWEEP_S
             with contextlib.suppress(NotStored, ApiError):
-                await self.store.sweep()
+                await self.records.sweep()
         request, builder = turn.request, turn.builder
         with contextlib.suppress(NotStored, TooLong, ApiError):
             if request.store is not False:
-                await self.store.put(turn.tenant, builder.body(), turn.items, request.previous_response_id)
+                await self.records.put(turn.tenant, builder.body(), turn.items, request.previous_response_id)
             if request.conversation is not None and builder.status in ("completed", "incomplete"):
                 await self.store.append(turn.tenant, request.conversation.id, [*turn.items, *builder.output])
 
@@ -275,7 +278,7 @@ class Responses:
         if (running := self._running.get((tenant, response_id))) is not None:
             return running[0].builder.body()
         try:
-            body = await self.store.get(tenant, response_id)
+            body = await self.records.get(tenant, response_id)
         except NotStored:
             raise not_found("response", response_id) from None
         if body["status"] in _UNFINISHED:  # an earlier run of the server began it
@@ -300,13 +303,15 @@ class Responses:
         if (tenant, response_id) in self._running:
             await self.cancel(tenant, response_id)
         try:
-            await self.store.delete(tenant, response_id)
+            await self.records.delete(tenant, response_id)
         except NotStored:
             raise not_found("response", response_id) from None
 
     async def close(self) -> None:
         for turn, task in list(self._running.values()):
             await self._stop(turn, task)
+        with contextlib.suppress(ApiError):
+            await self.records.store_kept()
         await self.store.close()
 
     async def _stop(self, turn: ResponseTurn, task: "asyncio.Task[None]") -> None:

@@ -96,7 +96,7 @@ async def cancel_response(request: Request, response_id: str) -> dict[str, Any]:
 async def list_input_items(request: Request, response_id: str) -> dict[str, Any]:
     page, responses, tenant = page_of(request), responses_of(request), request.state.tenant
     try:
-        items = await responses.store.input_items(tenant, response_id)
+        items = await responses.records.input_items(tenant, response_id)
     except NotStored:
         raise not_found("response", await responses.lost_of(tenant, response_id)) from None
     return listed(items, page)

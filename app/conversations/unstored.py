@@ -1,0 +1,147 @@
+"""Keeps responses in memory that their store cannot take just now: on a full disk, or while it does not answer."""
+
+import contextlib
+import logging
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgspec
+
+from reprise.app.conversations.response_store import MAX_ITEMS, Item, NotStored, TooLong
+from reprise.app.errors import ApiError
+
+MAX_BYTES = 16 << 20  # most that all of them have as JSON
+log = logging.getLogger(__name__)
+_REFUSALS = (NotStored, ApiError)  # by which a store says that it cannot take a response now
+
+
+class Store(Protocol):
+    """The methods of a store that know of responses."""
+
+    async def put(self, tenant: str, body: dict[str, Any], items: list[Item], previous: str | None) -> None: ...
+
+    async def get(self, tenant: str, response_id: str) -> dict[str, Any]: ...
+
+    async def input_items(self, tenant: str, response_id: str) -> list[Item]: ...
+
+    async def history(self, tenant: str, response_id: str) -> list[Item]: ...
+
+    async def delete(self, tenant: str, response_id: str) -> None: ...
+
+    async def sweep(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Unstored:
+    body: dict[str, Any]
+    items: list[Item]
+    previous: str | None
+    num_bytes: int
+    kept_s: float  # time.time()
+
+
+class StoredResponses:
+    """The responses that clients return to: those of a store, and those that it could not take, which it gets, the
+    oldest first, as soon as it takes one again. If these have no room, the tenant that has the most of them loses its
+    oldest; all are gone with the process. Used from the event loop. Raises NotStored and TooLong, and what the store
+    raises where it is asked."""
+
+    def __init__(self, store: Store, *, ttl_s: float, max_bytes: int = MAX_BYTES) -> None:
+        self._store, self._ttl_s, self._max_bytes = store, ttl_s, max_bytes
+        self._kept: dict[tuple[str, str], _Unstored] = {}  # by tenant and id, the oldest first
+
+    async def put(self, tenant: str, body: dict[str, Any], items: list[Item], previous: str | None) -> None:
+        """Store a response and its own input items, or keep it until that is possible. Replaces one of the same id."""
+        if await self.store_kept():
+            try:
+                await self._store.put(tenant, body, items, previous)
+            except _REFUSALS as error:
+                log.warning("a response is kept in memory, as it cannot be stored: %s", error)
+            else:
+                self._kept.pop((tenant, body["id"]), None)
+                return
+        num_bytes = len(msgspec.json.encode((body, items)))
+        self._kept.pop((tenant, body["id"]), None)
+        self._kept[tenant, body["id"]] = _Unstored(body, items, previous, num_bytes, time.time())
+        self._make_room()
+
+    async def get(self, tenant: str, response_id: str) -> dict[str, Any]:
+        kept = self._kept_one(tenant, response_id)
+        return await self._store.get(tenant, response_id) if kept is None else kept.body
+
+    async def input_items(self, tenant: str, response_id: str) -> list[Item]:
+        """Return the input items of a response and of all responses it continues, oldest first, without its own
+        output."""
+        kept = self._kept_one(tenant, response_id)
+        if kept is None:
+            return await self._store.input_items(tenant, response_id)
+        before = [] if kept.previous is None else await self.history(tenant, kept.previous)
+        return [*before, *kept.items]
+
+    async def history(self, tenant: str, response_id: str) -> list[Item]:
+        """Return everything that was said up to and including a response, oldest first."""
+        turns = list(self._turns(tenant, response_id))
+        before = turns[-1].previous if turns else response_id
+        found = [] if before is None else await self._store.history(tenant, before)
+        found += [item for turn in reversed(turns) for item in (*turn.items, *turn.body["output"])]
+        if len(found) > MAX_ITEMS:
+            raise TooLong(response_id)
+        return found
+
+    async def delete(self, tenant: str, response_id: str) -> None:
+        kept = self._kept.pop((tenant, response_id), None)
+        with contextlib.nullcontext() if kept is None else contextlib.suppress(NotStored):
+            await self._store.delete(tenant, response_id)
+
+    async def sweep(self) -> None:
+        """Forget what was not used for its time to live."""
+        self._forget_expired()
+        await self.store_kept()
+        await self._store.sweep()
+
+    async def store_kept(self) -> bool:
+        """Give the store what it could not take before. Returns whether all of it is stored."""
+        for (tenant, name), kept in list(self._kept.items()):
+            if self._kept.get((tenant, name)) is not kept:
+                continue  # it was deleted or replaced meanwhile
+            try:
+                await self._store.put(tenant, kept.body, kept.items, kept.previous)
+                if self._kept.get((tenant, name)) is kept:
+                    del self._kept[tenant, name]
+                elif (tenant, name) not in self._kept:
+                    await self._store.delete(tenant, name)
+            except _REFUSALS:
+                return False
+        return True
+
+    def _kept_one(self, tenant: str, response_id: str) -> _Unstored | None:
+        self._forget_expired()
+        return self._kept.get((tenant, response_id))
+
+    def _turns(self, tenant: str, response_id: str | None) -> Iterator[_Unstored]:
+        """Yield a response and those that it goes on from, the newest first, as long as they are kept here."""
+        seen = set()
+        while response_id is not None and response_id not in seen:
+            seen.add(response_id)
+            if (kept := self._kept_one(tenant, response_id)) is None:
+                return
+            yield kept
+            response_id = kept.previous
+
+    def _forget_expired(self) -> None:
+        before = time.time() - self._ttl_s
+        while self._kept and next(iter(self._kept.values())).kept_s < before:
+            del self._kept[next(iter(self._kept))]
+
+    def _make_room(self) -> None:
+        sizes: Counter[str] = Counter()
+        for (tenant, _), kept in self._kept.items():
+            sizes[tenant] += kept.num_bytes
+        while sizes.total() > self._max_bytes:
+            largest = sizes.most_common(1)[0][0]
+            key = next(key for key in self._kept if key[0] == largest)
+            sizes[largest] -= self._kept.pop(key).num_bytes
+            log.warning("a response that cannot be stored is lost: more than %d MiB of them", self._max_bytes >> 20)
