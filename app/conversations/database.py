@@ -15,6 +15,7 @@ from reprise.app.state_disk import DiskAway, StateDisk
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
+TOLD_EVERY_S = 10.0  # an operation that fails is said at most so often
 APPLICATION_ID = 0x52505253  # "RPRS"
 OPEN_TIMEOUT_S = 2.0  # for another process to let go of the file; less than the deadline of a disk, which does answer
 BUSY_TIMEOUT_MS = 250  # short, because requests wait meanwhile
@@ -58,6 +59,7 @@ class Database:
         self._file: os.stat_result | None = None  # the file to keep; None: the database is in memory
         self._rewrite_s = 0.0  # when a deleted file may be written anew
         self._is_open = False
+        self._told_s = float("-inf")  # when it was last said that an operation has failed
         self._thread = None if path is None else (disk or StateDisk()).thread(f"disk-{path.stem}")
         with suppress(DiskAway):
             self.run(lambda: None)
@@ -95,7 +97,9 @@ class Database:
     def recover(self, error: sqlite3.Error) -> bool:
         """Recover from an error in use, by replacing a damaged database. Returns whether all that was in it is gone."""
         if not _is_damage(error):
-            log.warning("the database cannot do this now: %s", error)
+            if time.monotonic() - self._told_s > TOLD_EVERY_S:
+                self._told_s = time.monotonic()
+                log.warning("the database cannot do this now: %s", error)
             return False
         self._close()
         self._db = self._open_instead(error)

@@ -51,6 +51,7 @@ class StoredResponses:
 
     def __init__(self, store: Store, *, ttl_s: float, max_bytes: int = MAX_BYTES) -> None:
         self._store, self._ttl_s, self._max_bytes = store, ttl_s, max_bytes
+        self._has_lost = False  # since all were stored
         self._kept: dict[tuple[str, str], _Unstored] = {}  # by tenant and id, the oldest first
 
     async def put(self, tenant: str, body: dict[str, Any], items: list[Item], previous: str | None) -> None:
@@ -59,7 +60,8 @@ class StoredResponses:
             try:
                 await self._store.put(tenant, body, items, previous)
             except _REFUSALS as error:
-                log.warning("a response is kept in memory, as it cannot be stored: %s", error)
+                if not self._kept:  # once until all are stored
+                    log.warning("responses are kept in memory, as they cannot be stored: %s", error)
             else:
                 self._kept.pop((tenant, body["id"]), None)
                 return
@@ -115,6 +117,7 @@ class StoredResponses:
                     await self._store.delete(tenant, name)
             except _REFUSALS:
                 return False
+        self._has_lost = False
         return True
 
     def _kept_one(self, tenant: str, response_id: str) -> _Unstored | None:
@@ -144,4 +147,8 @@ class StoredResponses:
             largest = sizes.most_common(1)[0][0]
             key = next(key for key in self._kept if key[0] == largest)
             sizes[largest] -= self._kept.pop(key).num_bytes
-            log.warning("a response that cannot be stored is lost: more than %d MiB of them", self._max_bytes >> 20)
+            if not self._has_lost:
+                self._has_lost = True
+                log.warning(
+                    "the oldest responses that cannot be stored are lost: more than %d MiB", self._max_bytes >> 20
+                )

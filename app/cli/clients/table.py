@@ -158,7 +158,7 @@ CLIENTS = {
             name="codex",
             title="Codex",
             dialect="responses",
-            first_tokens=6800,
+            first_tokens=9000,
             form=Toml(optional=("env_key",)),
             config=_codex,
             path="~/.codex/config.toml",

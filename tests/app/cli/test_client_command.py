@@ -39,7 +39,7 @@ async def test_it_prints_what_the_server_says(client: Program, server: Running, 
     assert config["model_providers"]["reprise"]["base_url"] == f"{server.base_url}/v1"
     assert (config["model"], config["model_context_window"]) == ("test-model", 256)
     assert f"for {tmp_path / 'home' / '.codex' / 'config.toml'}; --write puts it there" in told
-    assert "window 256: too small for Codex: its first request has about 6,800 tokens; serve a model" in told
+    assert "window 256: too small for Codex: its first request has about 9,000 tokens; serve a model" in told
     assert not (tmp_path / "home").exists()
 
 
