@@ -103,13 +103,14 @@ def test_a_queue_knows_what_is_in_it(policy):
     queue.remove(sequences[1])
     with pytest.raises(KeyError):
         queue.remove(sequences[1])
-    assert queue.upcoming().members == (sequences[0], sequences[2])
+    assert set(queue.upcoming().members) == {sequences[0], sequences[2]}
     first = queue.best(())
-    assert queue.best({first}) is sequences[2]
+    (second,) = {sequences[0], sequences[2]} - {first}
+    assert queue.best({first}) is second
     queue.dispatch(first)
-    queue.finished(sequences[0])
+    queue.finished(first)
     queue.finished(sequences[1])
-    assert (len(queue), queue.best(()), queue.upcoming().members) == (1, sequences[2], (sequences[2],))
+    assert (len(queue), queue.best(()), queue.upcoming().members) == (1, second, (second,))
 
 
 def test_an_unknown_policy_is_refused():
