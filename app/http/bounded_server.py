@@ -23,11 +23,11 @@ class EndsQuietly:
     where a traceback would look like a fault."""
 
     def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+        self.app = app  # the one inside
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "lifespan":
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)
             return
         is_cut = False
 
@@ -45,7 +45,7 @@ class EndsQuietly:
                 await send(message)
 
         try:
-            await self._app(scope, listen, say)
+            await self.app(scope, listen, say)
         except asyncio.CancelledError:
             if not is_cut:
                 raise

@@ -76,7 +76,7 @@ class Victim:
         return {
             "generations": len(self.service.generations),
             "places": self.service.places.taken,
-            "watchers": self.server.config.app.state.live.watchers,
+            "watchers": self.server.config.app.app.state.live.watchers,
             "streams": sum(bool(stream.open) for stream in self.engine.streams),
             "connections": len(self.server.server_state.connections),
             "requests": len(self.server.server_state.tasks),
@@ -133,7 +133,7 @@ def victim(small_limits, model_dir, tmp_path_factory) -> Iterator[Victim]:
 
 
 def tenants(victim: Victim) -> list[str]:
-    keyring = victim.server.config.app.state.keyring  # type: ignore[union-attr]
+    keyring = victim.server.config.app.app.state.keyring  # type: ignore[union-attr]
     return [keyring.tenant(f"Bearer {key}") for key in (ALPHA, BETA)]
 
 
