@@ -28,7 +28,15 @@ def tell(*_):
 signal.signal(signal.SIGUSR2, tell)
 """
 # ARCHITECTURE.md, Threads; without those of Redis. A thread pool numbers its threads.
-APP = {"MainThread", "text", "long text", "responses", "asyncio", "uvloop"}  # the last two: `asyncio.to_thread`
+APP = {
+    "MainThread",
+    "text",
+    "long text",
+    "responses",
+    *(f"disk-{name}" for name in ("responses", "secret", "transcripts")),
+    "asyncio",
+    "uvloop",
+}  # the last two: `asyncio.to_thread`
 ENGINE = {
     *(
         "MainThread",

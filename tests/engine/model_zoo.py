@@ -4,6 +4,7 @@ A type takes those of the common sizes that its config has. Where these make no 
 """
 
 import contextlib
+import copy
 import os
 import tempfile
 from dataclasses import dataclass
@@ -169,7 +170,8 @@ def tiny_config(model_type: str) -> Any:
     if "vision_config" in usual.sub_configs:
         kind = getattr(usual.vision_config, "model_type", None)
         given["vision_config"] = _fitting(kind, VISION) | {"model_type": kind} if kind else dict(VISION)
-    return AutoConfig.for_model(model_type, **given)
+    # Configurations write into what they are given, and types share some of it here.
+    return AutoConfig.for_model(model_type, **copy.deepcopy(given))
 
 
 def _fitting(model_type: str, sizes: dict[str, Any]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from reprise.engine.model.pages import spoil
 from reprise.kernels.cpu.available import decode_kernels, expert_kernels
 from tests.engine.drafted_cases import all_of_them
 from tests.engine.driver import Answer, Driver
+from tests.engine.model_zoo import tiny_config
 from tests.engine.ready_models import forget
 from tests.engine.saved_models import SavedModel, save_model
 from tests.engine.test_unreadable_extents import file_of, flip, with_disk
@@ -282,3 +283,8 @@ def test_a_crowd_in_too_little_hbm(saved: SavedModel, tmp_path: Path, monkeypatc
     assert sum(stats.drafted_tokens.values())
     assert sum(answer.report.dram_tokens for answer in finished.values() if answer.report)
     driver.close()
+
+
+def test_a_config_takes_nothing_from_those_that_were_made_before() -> None:
+    tiny_config("mistral4")
+    assert tiny_config("ministral3").rope_parameters.get("partial_rotary_factor") is None
