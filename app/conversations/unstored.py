@@ -1,5 +1,6 @@
 """Keeps responses in memory that their store cannot take just now: on a full disk, or while it does not answer."""
 
+import asyncio
 import contextlib
 import logging
 import time
@@ -53,6 +54,7 @@ class StoredResponses:
         self._store, self._ttl_s, self._max_bytes = store, ttl_s, max_bytes
         self._has_lost = False  # since all were stored
         self._kept: dict[tuple[str, str], _Unstored] = {}  # by tenant and id, the oldest first
+        self._storing = asyncio.Lock()  # held while some of them are stored, or one is deleted
 
     async def put(self, tenant: str, body: dict[str, Any], items: list[Item], previous: str | None) -> None:
         """Store a response and its own input items, or keep it until that is possible. Replaces one of the same id."""
@@ -94,9 +96,10 @@ class StoredResponses:
         return found
 
     async def delete(self, tenant: str, response_id: str) -> None:
-        kept = self._kept.pop((tenant, response_id), None)
-        with contextlib.nullcontext() if kept is None else contextlib.suppress(NotStored):
-            await self._store.delete(tenant, response_id)
+        async with self._storing:  # else it could be stored after it was deleted
+            kept = self._kept.pop((tenant, response_id), None)
+            with contextlib.nullcontext() if kept is None else contextlib.suppress(NotStored):
+                await self._store.delete(tenant, response_id)
 
     async def sweep(self) -> None:
         """Forget what was not used for its time to live."""
@@ -106,19 +109,18 @@ class StoredResponses:
 
     async def store_kept(self) -> bool:
         """Give the store what it could not take before. Returns whether all of it is stored."""
-        for (tenant, name), kept in list(self._kept.items()):
-            if self._kept.get((tenant, name)) is not kept:
-                continue  # it was deleted or replaced meanwhile
-            try:
-                await self._store.put(tenant, kept.body, kept.items, kept.previous)
-                if self._kept.get((tenant, name)) is kept:
+        async with self._storing:
+            for (tenant, name), kept in list(self._kept.items()):
+                try:
+                    await self._store.put(tenant, kept.body, kept.items, kept.previous)
+                except _REFUSALS:
+                    return False
+                except TooLong:
+                    log.warning("a response has no room in the store even alone, and is lost")
+                if self._kept.get((tenant, name)) is kept:  # else it was replaced meanwhile, or has expired
                     del self._kept[tenant, name]
-                elif (tenant, name) not in self._kept:
-                    await self._store.delete(tenant, name)
-            except _REFUSALS:
-                return False
-        self._has_lost = False
-        return True
+            self._has_lost = False
+        return not self._kept
 
     def _kept_one(self, tenant: str, response_id: str) -> _Unstored | None:
         self._forget_expired()

@@ -1,11 +1,13 @@
 """Tests app/conversations/unstored.py: no response is lost because its store cannot take it now."""
 
+import asyncio
 import logging
+from typing import Any
 
 import pytest
 
 from reprise.app.conversations import unstored as unstored_module
-from reprise.app.conversations.response_store import NotStored, ResponseStore, not_reachable
+from reprise.app.conversations.response_store import NotStored, ResponseStore, TooLong, not_reachable
 from reprise.app.conversations.unstored import StoredResponses
 from reprise.app.errors import ApiError
 from tests.app.conversations.test_response_store import DAY_S, body, items
@@ -111,3 +113,48 @@ async def test_a_store_that_does_not_answer_loses_nothing_either(store, monkeypa
         assert not await records.store_kept()
     assert await records.store_kept()
     assert (await store.get("t", "a"))["id"] == "a"
+
+
+async def test_what_two_requests_store_at_once_stays(store):
+    records = StoredResponses(store, ttl_s=DAY_S)
+    await store.set_full(True)
+    for name in ("a", "b"):
+        await records.put("t", long(name), [], None)
+    await store.set_full(False)
+    assert await asyncio.gather(records.store_kept(), records.sweep(), records.put("t", body("c"), [], None))
+    assert [(await store.get("t", name))["id"] for name in "abc"] == ["a", "b", "c"]
+
+
+async def test_what_is_deleted_while_it_is_stored_is_gone(store, monkeypatch):
+    records = StoredResponses(store, ttl_s=DAY_S)
+    await store.set_full(True)
+    await records.put("t", long("a"), [], None)
+    await store.set_full(False)
+    put = store.put
+
+    async def put_late(*response: Any) -> None:
+        await asyncio.sleep(0.05)
+        await put(*response)
+
+    monkeypatch.setattr(store, "put", put_late)
+    await asyncio.gather(records.store_kept(), records.delete("t", "a"))
+    with pytest.raises(NotStored):
+        await records.get("t", "a")
+
+
+async def test_what_never_has_room_keeps_nothing_from_being_stored(store, monkeypatch):
+    records = StoredResponses(store, ttl_s=DAY_S)
+    await store.set_full(True)
+    for name in ("a", "b"):
+        await records.put("t", long(name), [], None)
+    await store.set_full(False)
+    put = store.put
+
+    async def put_short(tenant: str, said: dict, *rest: Any) -> None:
+        if said["id"] == "a":
+            raise TooLong("a")
+        await put(tenant, said, *rest)
+
+    monkeypatch.setattr(store, "put", put_short)
+    assert await records.store_kept()
+    assert (await store.get("t", "b"))["id"] == "b"
