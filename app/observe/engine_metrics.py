@@ -33,10 +33,6 @@ class EngineCollector(Collector):
     def __init__(self, *, engine: "EnginePort") -> None:
         self._engine = engine
 
-    def describe(self) -> Iterator[Metric]:
-        """Yield nothing, so that nothing is collected at registration."""
-        return iter(())
-
     def collect(self) -> Iterator[Metric]:
         engine = self._engine
         yield GaugeMetricFamily("reprise_engine_up", "1 while the engine takes requests.", engine.state == "ready")

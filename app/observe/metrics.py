@@ -165,10 +165,6 @@ class RedisCollector(Collector):
     def __init__(self, store: RedisStore) -> None:
         self._store = store
 
-    def describe(self) -> Iterator[Metric]:
-        """Yield nothing, so that nothing is collected at registration."""
-        return iter(())
-
     def collect(self) -> Iterator[Metric]:
         states = dict.fromkeys(("closed", "half_open", "open"), 0.0) | {self._store.state: 1.0}
         help_text = "1 for the state of the breaker in front of Redis; closed: it is asked."
@@ -181,10 +177,6 @@ class StateDiskCollector(Collector):
 
     def __init__(self, disk: StateDisk) -> None:
         self._disk = disk
-
-    def describe(self) -> Iterator[Metric]:
-        """Yield nothing, so that nothing is collected at registration."""
-        return iter(())
 
     def collect(self) -> Iterator[Metric]:
         help_text = "1 while transcripts and stored responses can be read and kept; 0: their disk does not answer."

@@ -157,10 +157,6 @@ class _Fleet(Collector):
         self._redis_failures = redis_failures
         self._replicas = replicas
 
-    def describe(self) -> Iterator[Metric]:
-        """Yield nothing, so that nothing is collected at registration."""
-        return iter(())
-
     def collect(self) -> Iterator[Metric]:
         states = dict.fromkeys(("closed", "half_open", "open"), 0.0) | {self._breaker(): 1.0}
         text = "1 for the state of the breaker in front of the fleet's Redis; closed: it is asked."

@@ -23,10 +23,6 @@ class ReplicaCollector(Collector):
         self._asked = Histogram("reprise_directory_seconds", text, buckets=SECONDS, registry=None)
         replica.directory.on_answer(self._asked.observe)
 
-    def describe(self) -> Iterator[Metric]:
-        """Yield nothing, so that nothing is collected at registration."""
-        return iter(())
-
     def collect(self) -> Iterator[Metric]:
         replica = self._replica
         help_text = "Sessions claimed before a turn: new, at home here, adopted from another replica, or failed."
