@@ -62,7 +62,14 @@ def _program(
     context.obj = cache_cli.Directory(open_stores, nameless_records, drop_record)
 
 
-MODEL_HELP = "Directory, .gguf file, hub id or `bundled`; default: SmolLM2-135M-Instruct where `make setup` brought it."
+MODEL_HELP = (
+    "Directory, .gguf file, hub id or `bundled`; default: SmolLM2-135M-Instruct where `make setup` brought it."
+)
+# Flags of the commands that read settings
+ModelFlag = Annotated[str | None, typer.Option(help=MODEL_HELP)]
+HostFlag = Annotated[str | None, typer.Option(help="Address to listen on.")]
+PortFlag = Annotated[int | None, typer.Option(help="Port to listen on.")]
+ConfigFlag = Annotated[Path | None, typer.Option(help="TOML file with settings.")]
 ANY_SETTING = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
@@ -74,10 +81,10 @@ ANY_SETTING = {"allow_extra_args": True, "ignore_unknown_options": True}
 )
 def serve(
     context: typer.Context,
-    model: Annotated[str | None, typer.Option(help=MODEL_HELP)] = None,
-    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
-    port: Annotated[int | None, typer.Option(help="Port to listen on.")] = None,
-    config: Annotated[Path | None, typer.Option(help="TOML file with settings.")] = None,
+    model: ModelFlag = None,
+    host: HostFlag = None,
+    port: PortFlag = None,
+    config: ConfigFlag = None,
 ) -> None:
     """Serve the OpenAI API."""
     settings = settings_of(context, config, {"model.source": model, "server.host": host, "server.port": port})
@@ -111,9 +118,9 @@ def serve(
 @cli.command(cls=ServeCommand, context_settings=ANY_SETTING)
 def gateway(
     context: typer.Context,
-    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
-    port: Annotated[int | None, typer.Option(help="Port to listen on.")] = None,
-    config: Annotated[Path | None, typer.Option(help="TOML file with settings.")] = None,
+    host: HostFlag = None,
+    port: PortFlag = None,
+    config: ConfigFlag = None,
 ) -> None:
     """Serve the replicas that fleet.redis_url names under one address: each turn goes where its conversation's KV lies,
     and an answer goes on elsewhere if its replica dies."""
@@ -167,10 +174,10 @@ def plan_storage(context: typer.Context) -> None:
 @cli.command("doctor", context_settings=ANY_SETTING)
 def examine(
     context: typer.Context,
-    model: Annotated[str | None, typer.Option(help=MODEL_HELP)] = None,
-    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
-    port: Annotated[int | None, typer.Option(help="Port to listen on.")] = None,
-    config: Annotated[Path | None, typer.Option(help="TOML file with settings.")] = None,
+    model: ModelFlag = None,
+    host: HostFlag = None,
+    port: PortFlag = None,
+    config: ConfigFlag = None,
     session: Annotated[
         str | None, typer.Option(metavar="ID", help="Instead, say why turns of this conversation were computed again.")
     ] = None,
@@ -219,10 +226,10 @@ def convert_gguf(
 @cli.command("settings", cls=ServeCommand, context_settings=ANY_SETTING)
 def list_settings(
     context: typer.Context,
-    model: Annotated[str | None, typer.Option(help=MODEL_HELP)] = None,
-    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
-    port: Annotated[int | None, typer.Option(help="Port to listen on.")] = None,
-    config: Annotated[Path | None, typer.Option(help="TOML file with settings.")] = None,
+    model: ModelFlag = None,
+    host: HostFlag = None,
+    port: PortFlag = None,
+    config: ConfigFlag = None,
 ) -> None:
     """List every setting with the value that `serve` would have with the same flags, here and now, and where that comes
     from: a flag, the environment, the file or the default. Keys and passwords are not shown."""
