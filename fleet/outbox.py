@@ -22,6 +22,7 @@ CREATE TABLE waiting (name BLOB PRIMARY KEY, entry BLOB NOT NULL, place INTEGER 
 CREATE INDEX waiting_by_place ON waiting (place)
 """
 SCHEMA_VERSION = 1
+MAX_TO_FORGET = 10_000  # deleted sessions whose entries are taken out when the disk answers
 
 
 class Unsent(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,6 +51,7 @@ class Outbox:
         entries are dropped, and the directory is never told of their turns. disk: the file's."""
         self.dropped = 0  # entries that had no room
         self.waiting = 0  # entries; may be read on any thread
+        self._to_forget: list[bytes] = []  # beginnings of the names of deleted sessions' entries, which are still there
         self._is_counted = False  # `waiting` says how many there are in the file
         self._db = Database(path=path, schema=_SCHEMA, version=SCHEMA_VERSION, disk=disk)
         self._max_bytes = max_bytes
@@ -110,18 +112,27 @@ class Outbox:
 
     def forget(self, tenant: str, session_id: str) -> None:
         """Remove the entries of a deleted session, with any salt. Afterwards the files hold nothing of them, nor of
-        entries that were removed before."""
-        start = _name(tenant, session_id, "")
-        self._in_time(partial(self._delete, "substr(name, 1, ?) = ?", len(start), start), None)
-        self._in_time(self._db.scrub, None)
+        entries that were removed before; if the disk does not answer, once it does."""
+        if len(self._to_forget) < MAX_TO_FORGET:
+            self._to_forget.append(_name(tenant, session_id, ""))
+        self._in_time(lambda: None, None)
 
     def close(self) -> None:
         self._db.close()
 
     def _in_time(self, work: Callable[[], T], instead: T) -> T:
-        """Return what `work` does; `instead` if the disk does not answer."""
+        """Forget what is to be forgotten, and return what `work` does then; `instead` if the disk does not answer."""
+
+        def call() -> T:
+            if self._to_forget:
+                for start in list(self._to_forget):
+                    self._delete("substr(name, 1, ?) = ?", len(start), start)
+                    self._to_forget.remove(start)
+                self._db.scrub()
+            return work()
+
         try:
-            return self._db.run(work)
+            return self._db.run(call)
         except DiskAway:
             return instead
 

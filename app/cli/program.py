@@ -62,9 +62,7 @@ def _program(
     context.obj = cache_cli.Directory(open_stores, nameless_records, drop_record)
 
 
-MODEL_HELP = (
-    "Directory, .gguf file, hub id or `bundled`; default: SmolLM2-135M-Instruct where `make setup` brought it."
-)
+MODEL_HELP = "Directory, .gguf file, hub id or `bundled`; default: SmolLM2-135M-Instruct where `make setup` brought it."
 # Flags of the commands that read settings
 ModelFlag = Annotated[str | None, typer.Option(help=MODEL_HELP)]
 HostFlag = Annotated[str | None, typer.Option(help="Address to listen on.")]

@@ -170,22 +170,46 @@ def test_nothing_of_a_deleted_session_stays_in_the_files(tmp_path: Path, was_sen
     outbox.close()
 
 
+def hanging(monkeypatch: pytest.MonkeyPatch) -> tuple[StateDisk, Callable[[], None]]:
+    """A disk that does not answer, and what has it answer again."""
+    monkeypatch.setattr(state_disk, "FIRST_PAUSE_S", 0.01)
+    disk, gate = StateDisk(deadline_s=0.05), threading.Event()
+    with pytest.raises(DiskAway):
+        disk.thread("disk-other").run(lambda: gate.wait(10))
+
+    def come_back() -> None:
+        gate.set()
+        end = time.monotonic() + 10
+        while disk.is_away:
+            assert time.monotonic() < end
+            time.sleep(0.002)
+        disk.deadline_s = 10.0
+
+    return disk, come_back
+
+
 def test_what_waits_is_counted_though_the_disk_was_away_at_the_start(tmp_path, monkeypatch):
     """A replica takes out what it has sent only if it knows that some wait; else it would send it for ever."""
     outbox = Outbox(path=tmp_path / "outbox", max_bytes=1 << 20)
     outbox.put(unsent("a"))
     outbox.close()
-    monkeypatch.setattr(state_disk, "FIRST_PAUSE_S", 0.01)
-    disk, gate = StateDisk(deadline_s=0.05), threading.Event()
-    with pytest.raises(DiskAway):
-        disk.thread("disk-other").run(lambda: gate.wait(10))
+    disk, come_back = hanging(monkeypatch)
     outbox = Outbox(path=tmp_path / "outbox", max_bytes=1 << 20, disk=disk)
     assert (kept(outbox), outbox.waiting) == ([], 0)
-    gate.set()
-    end = time.monotonic() + 10
-    while disk.is_away:
-        assert time.monotonic() < end
-        time.sleep(0.002)
-    disk.deadline_s = 10.0
+    come_back()
     assert (kept(outbox), outbox.waiting) == (["a"], 1)
+    outbox.close()
+
+
+def test_a_session_that_is_deleted_while_the_disk_is_away_is_forgotten_when_it_answers(tmp_path, monkeypatch):
+    outbox = Outbox(path=tmp_path / "outbox", max_bytes=1 << 20)
+    for name in ("a", "b"):
+        outbox.put(unsent(name))
+    outbox.close()
+    disk, come_back = hanging(monkeypatch)
+    outbox = Outbox(path=tmp_path / "outbox", max_bytes=1 << 20, disk=disk)
+    outbox.forget(unsent("a").tenant, "a")
+    come_back()
+    outbox.put(unsent("c"))
+    assert kept(outbox) == ["b", "c"]
     outbox.close()
