@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import uvloop
 
 from reprise.fleet import directory_redis
 from reprise.fleet.directory import Directory, DirectoryFlushed, Foreign
@@ -538,7 +539,6 @@ def test_a_heartbeat_of_another_version_can_be_read():
 
 def test_a_redis_that_resets_new_connections_is_away_on_uvloop(monkeypatch: pytest.MonkeyPatch) -> None:
     """Redis' client lets the RuntimeError pass that uvloop raises for a write to a connection that is gone."""
-    uvloop = pytest.importorskip("uvloop")
     monkeypatch.setattr(directory_redis, "MOST_FAILURES", 1 << 30)
 
     async def asks() -> None:

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
+import uvloop
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -252,7 +253,6 @@ def test_what_is_no_record_is_a_bad_one(data: bytes) -> None:
 
 def test_a_redis_that_resets_new_connections_is_away_on_uvloop(monkeypatch: pytest.MonkeyPatch) -> None:
     """Redis' client lets the RuntimeError pass that uvloop raises for a write to a connection that is gone."""
-    uvloop = pytest.importorskip("uvloop")
     monkeypatch.setattr(redis_store, "MOST_FAILURES", 1 << 30)
 
     async def asks() -> None:

@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+import uvloop
 
 from reprise.fleet.gateway import http_client
 from reprise.fleet.gateway.http_client import Replica, ReplicaFailed
@@ -239,7 +240,6 @@ async def test_giving_up_a_replica_ends_all_its_answers():
 
 
 def test_works_on_uvloop():
-    uvloop = pytest.importorskip("uvloop")
 
     async def asks() -> None:
         async with stub_replica(echo) as server:
