@@ -9,8 +9,7 @@ from benchmarks.harness.result_files import BLUE, GREY
 from benchmarks.scheduling.simulated import PLACES
 from benchmarks.scheduling.workloads import DEFAULT
 
-COLORS = {"car": BLUE, "car-hidden": "#16a34a", "priority": "#dc2626", "fcfs": GREY, "due": "#f59e0b",
-          "due-4": "#fbbf24", "due-16": "#b45309"}  # fmt: skip
+COLORS = {"due": "#f59e0b", "car": BLUE, "car-hidden": "#16a34a", "priority": "#dc2626", "fcfs": GREY}
 SAID = {"hbm": "in HBM", "new": "no history", "dram": "in DRAM", "disk": "on disk"}
 MEASURES = ("mean", "p50", "p95")
 SHOWN = ("due", "car", "car-hidden")  # the orders that a server has, in the tables of every setting
@@ -22,7 +21,8 @@ def draw(row: Result, out: Path) -> None:
     figure, axes = panels(2, (5.5, 3.8))
     passed, waits = axes
     longest_s: dict[str, list[float]] = {}
-    for policy, values in row["ttft_ms"].items():
+    for policy in COLORS:
+        values = row["ttft_ms"][policy]
         counts = {int(count): number for count, number in values["overtakes"].items()}
         places = range(max(counts) + 1)
         rest = [sum(n for c, n in counts.items() if c >= place) / values["turns"] for place in places]
@@ -38,8 +38,9 @@ def draw(row: Result, out: Path) -> None:
     )  # fmt: skip
     waits.set(xticks=range(len(PLACES)), xticklabels=[SAID[place] for place in PLACES], ylabel="seconds",
               title="The longest wait for a first step, by where the history is")  # fmt: skip
-    for axis in axes:
-        axis.legend(frameon=False, fontsize=8)
+    passed.legend(frameon=False, fontsize=8)
+    waits.set_ylim(top=1.15 * max(map(max, longest_s.values())))
+    waits.legend(frameon=False, fontsize=8, ncols=len(COLORS), loc="upper center")  # above the bars
     save_panels(figure, axes, out)
 
 
