@@ -21,21 +21,15 @@ from reprise.kernels.cpu.blocks import (
     words_kernel,
 )
 from reprise.kernels.cpu.emit import LANES, LOG2_E, compiled, rounded, widened
-from reprise.kernels.cpu.layers import (
-    ATTEND,
-    COMPLETE,
-    LAYER_FIELDS,
-    PROJECT,
-    TURN,
+from reprise.kernels.cpu.layer_fields import LAYER_FIELDS, Shape
+from reprise.kernels.cpu.layers import ATTEND, COMPLETE, PROJECT, TURN, Rows, run
+from reprise.kernels.cpu.multiply import (
     Inputs,
-    Rows,
-    Shape,
     blocks_of,
     gate_in_place,
     make_inputs,
     multiply_block,
     place_at,
-    run,
     scratch_size,
     set_row,
     unpack_row,

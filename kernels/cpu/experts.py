@@ -14,7 +14,7 @@ from numba import prange
 
 from reprise.kernels.cpu.blocks import INPUTS, SIZE, Place
 from reprise.kernels.cpu.emit import LANES, compiled, rounded, widened
-from reprise.kernels.cpu.layers import (
+from reprise.kernels.cpu.multiply import (
     Inputs,
     blocks_of,
     gate_in_place,

@@ -50,7 +50,7 @@ def test_the_numbers_that_dot_products_look_up_are_those_of_codes(kind: str) -> 
 @pytest.mark.parametrize("form", [form for form in ALL_FORMS if form.bits == 4])
 def test_a_row_is_unpacked(form: Form) -> None:
     from reprise.kernels.cpu import blocks
-    from reprise.kernels.cpu.layers import unpack_row
+    from reprise.kernels.cpu.multiply import unpack_row
 
     weight = pack(random_codes(form, 2 * BLOCK, 96, seed=3))
     lows = 0 if weight.lows is None else weight.lows.data_ptr()
