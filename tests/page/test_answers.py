@@ -145,7 +145,8 @@ def test_what_had_come_is_there_after_the_tab_was_closed_in_the_middle(page: Any
     page.locator('article.theirs[data-streaming="true"] .text').filter(has_text="fox " * 30).wait_for()
     page.reload()
     answer = answered(page, 1)
-    answer.get_by_role("button", name="Continue").wait_for()  # "Broken off." is not said where the server had kept more of it
+    # "Broken off." is not said where the server had kept more of it
+    answer.get_by_role("button", name="Continue").wait_for()
     assert answer.locator(".text").inner_text().startswith("fox fox")
 
 
