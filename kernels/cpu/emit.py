@@ -64,9 +64,10 @@ class Emit:
     def mul(self, x: Any, y: Any) -> Any:
         return self.b.mul(x, I64(y) if isinstance(y, int) else y)
 
-    def load(self, pointer: Any, kind: Any = VEC) -> Any:
-        element = getattr(kind, "element", kind)
-        align = {F32: 4, F16: 2, I8: 1, I16: 2, I32: 4, I64: 8}[element]
+    def load(self, pointer: Any, kind: Any = VEC, align: int | None = None) -> Any:
+        """Load a vector or a number. align: of the address, in bytes; None: a number's size."""
+        if align is None:
+            align = {F32: 4, F16: 2, I8: 1, I16: 2, I32: 4, I64: 8}[getattr(kind, "element", kind)]
         return self.b.load(self.b.bitcast(pointer, kind.as_pointer()), align=align)
 
     def store(self, value: Any, pointer: Any) -> None:
@@ -108,6 +109,10 @@ class Emit:
         """Return total + the dot product of x and y in each of 16 lanes: a lane of x or y is a pair of bf16, of total
         an fp32 number. Needs AVX512_BF16."""
         return self.call("llvm.x86.avx512bf16.dpbf16ps.512", VEC, total, x, y)
+
+    def larger(self, x: Any, y: Any) -> Any:
+        """Return the larger of two numbers in each lane; y if one is NaN."""
+        return self.b.select(self.b.fcmp_ordered(">", x, y), x, y)
 
     def reduce(self, name: str, x: Any) -> Any:
         """Return the lanes of a vector reduced by `fadd` or `fmax`, in a tree."""
@@ -190,14 +195,44 @@ class Emit:
         return self.b.fmul(x, self.b.fdiv(over, self.b.fadd(self.splat(1.0), small)))
 
 
+class WideEmit(Emit):
+    """An emitter for processors with AVX-512 and its bf16 numbers."""
+
+    coefficients: tuple[float, ...] = _EXP2
+    """Of 2 ** r for |r| <= 1/2, the highest power first."""
+
+    def exp2(self, x: Any) -> Any:
+        """Compute 2 ** x for x <= 0; values below the range give 0."""
+        x = self.larger(self.splat(-200.0), x)
+        whole = self.call("llvm.rint.v16f32", VEC, x)
+        rest, out = self.b.fsub(x, whole), self.splat(self.coefficients[0])
+        for coefficient in self.coefficients[1:]:
+            out = self.fma(out, rest, self.splat(coefficient))
+        return self.call("llvm.x86.avx512.mask.scalef.ps.512", VEC, out, whole, out, I16(-1), I32(4))
+
+    def narrowed(self, low: Any, high: Any) -> Any:
+        """Round 32 numbers to bf16, to nearest and ties to even."""
+        return self.call("llvm.x86.avx512bf16.cvtne2ps2bf16.512", PAIRS, high, low)
+
+
+class ElementEmit(WideEmit):
+    """An emitter whose offsets count elements of the pointer's type."""
+
+    def at(self, base: Any, *offsets: Any) -> Any:
+        """Return the pointer some elements after a pointer."""
+        for offset in offsets:
+            base = self.b.gep(base, [I64(offset) if isinstance(offset, int) else offset])
+        return base
+
+
 def intrinsic(function: Callable[..., Any]) -> Any:
     """Return numba's intrinsic made of `function`, without numba's own type hints, which are wrong."""
     return extending.intrinsic(function)
 
 
-def emitted(emit: Callable[..., Any], result: types.Type = types.void) -> Any:
-    """Turn an emitter (a function that emits code) into a function for compiled code. The emitter receives an array as
-    its pointer, and a tuple as its length, which is a constant."""
+def emitted(emit: Callable[..., Any], result: types.Type = types.void, emitter: type[Emit] = Emit) -> Any:
+    """Turn a function that emits code into a function for compiled code. It receives an emitter of the class `emitter`,
+    then an array as its pointer, and a tuple as its length, which is a constant."""
 
     def typed(_: Any, *kinds: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -208,7 +243,7 @@ def emitted(emit: Callable[..., Any], result: types.Type = types.void) -> Any:
                 else:
                     values.append(kind.count if isinstance(kind, types.UniTuple | types.Tuple) else arg)
             features = frozenset(context.codegen().magic_tuple()[2].split(","))
-            made = emit(Emit(builder, features), *values)
+            made = emit(emitter(builder, features), *values)
             return context.get_dummy_value() if result is types.void else made
 
         return result(*kinds), generate
@@ -217,9 +252,14 @@ def emitted(emit: Callable[..., Any], result: types.Type = types.void) -> Any:
     return extending.intrinsic(typed)
 
 
-def emitted_value(result: types.Type) -> Callable[[Callable[..., Any]], Any]:
-    """Turn an emitter that returns a number into a function for compiled code, as `emitted` does for others."""
-    return functools.partial(emitted, result=result)
+def emitted_value(result: types.Type, emitter: type[Emit] = Emit) -> Callable[[Callable[..., Any]], Any]:
+    """Turn a function that emits a number into a function for compiled code, as `emitted` does for others."""
+    return functools.partial(emitted, result=result, emitter=emitter)
+
+
+def emitted_by(emitter: type[Emit]) -> Callable[[Callable[..., Any]], Any]:
+    """Return `emitted` with another class of emitters."""
+    return functools.partial(emitted, emitter=emitter)
 
 
 @emitted_value(types.float32)

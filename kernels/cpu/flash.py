@@ -15,8 +15,7 @@ Sums are fp32; probabilities are rounded to bf16 before they are multiplied by t
 Import this through `reprise.kernels.cpu.available.flash_kernels`.
 """
 
-import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -26,101 +25,52 @@ from numba import prange, types
 from numba.core import cgutils
 from torch import Tensor
 
-from reprise.kernels.cpu.emit import compiled, intrinsic
+from reprise.kernels.cpu.emit import (
+    F32,
+    I32,
+    I64,
+    LANES,
+    LOG2_E,
+    PAIRS,
+    VEC,
+    VEC_I8,
+    VEC_I32,
+    ElementEmit,
+    compiled,
+    emitted_by,
+    intrinsic,
+)
 from reprise.kernels.views import Bf16, Constant, Fp32, Int32, Int64, Words, as_bf16, as_stream
 
 _Strides = tuple[int, int, int]
 _Pools = tuple[Bf16, _Strides, Bf16, _Strides, bool]  # keys and values, and whether they are packed
 
-LANES = 16
 TILE = 48  # query rows per task: 3 vectors, which with 8 keys or dimensions fill 24 of the 32 registers with sums
 BLOCK = 64  # keys between two corrections by the maximum
 PAGE = 32  # page sizes are multiples of this, so a run of this many keys lies in one page
-LOG2_E = 1.4426950408889634
 _FAR = 1 << 30  # larger than any context: no window
 
-_F32, _I16, _I32, _I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
-_BYTES = ir.VectorType(ir.IntType(8), LANES)
-_VEC, _WORDS, _HALVES = ir.VectorType(_F32, LANES), ir.VectorType(_I32, LANES), ir.VectorType(_I16, 2 * LANES)
-# 2 ** r for |r| <= 1/2, to 3e-6: the result is rounded to 8 bits
-_EXP2 = (9.58284536e-3, 5.59064599e-2, 2.40240991e-1, 6.93124187e-1, 1.0)
 
+class _Emit(ElementEmit):
+    """An emitter for tiles of query rows. Offsets count 32-bit words, or bf16 numbers in a pool."""
 
-class _Emit:
-    """Emits vector code into a function that numba compiles. Offsets count elements of the pointer's type: 32-bit
-    words, or bf16 numbers in a pool."""
-
-    def __init__(self, builder: Any) -> None:
-        self.b = builder
-
-    def at(self, base: Any, *offsets: Any) -> Any:
-        """Return base + the sum of offsets."""
-        for offset in offsets:
-            base = self.b.gep(base, [_I64(offset) if isinstance(offset, int) else offset])
-        return base
-
-    def mul(self, x: Any, y: int) -> Any:
-        return self.b.mul(x, _I64(y))
-
-    def load(self, pointer: Any, kind: Any = _VEC, align: int = 4) -> Any:
-        return self.b.load(self.b.bitcast(pointer, kind.as_pointer()), align=align)
-
-    def store(self, value: Any, pointer: Any, align: int = 4) -> None:
-        self.b.store(value, self.b.bitcast(pointer, value.type.as_pointer()), align=align)
-
-    def splat(self, scalar: Any) -> Any:
-        if isinstance(scalar, float):
-            return ir.Constant(_VEC, [scalar] * LANES)
-        kind = ir.VectorType(scalar.type, LANES)
-        one = self.b.insert_element(ir.Constant(kind, ir.Undefined), scalar, _I32(0))
-        return self.b.shuffle_vector(one, one, ir.Constant(_WORDS, [0] * LANES))
-
-    def variables(self, values: Sequence[Any]) -> list[Any]:
-        """Create vectors that loops may change."""
-        slots = [cgutils.alloca_once(self.b, value.type) for value in values]
-        for slot, value in zip(slots, values, strict=True):
-            self.b.store(value, slot)
-        return slots
-
-    def call(self, name: str, result: Any, *args: Any) -> Any:
-        kind = ir.FunctionType(result, [arg.type for arg in args])
-        return self.b.call(cgutils.get_or_insert_function(self.b.module, kind, name), args)
-
-    def fma(self, x: Any, y: Any, z: Any) -> Any:
-        return self.call("llvm.fma.v16f32", _VEC, x, y, z)
+    coefficients = (9.58284536e-3, 5.59064599e-2, 2.40240991e-1, 6.93124187e-1, 1.0)  # to 3e-6: results have 8 bits
 
     def add_dot(self, target: Any, x: Any, y: Any) -> None:
         """Add to target the sum of each pair's product; x, y are words of two bf16."""
-        total = self.call("llvm.x86.avx512bf16.dpbf16ps.512", _VEC, self.b.load(target), x, y)
-        self.b.store(total, target)
-
-    def larger(self, x: Any, y: Any) -> Any:
-        """Return the larger of two numbers; y if one is NaN."""
-        return self.b.select(self.b.fcmp_ordered(">", x, y), x, y)
-
-    def exp2(self, x: Any) -> Any:
-        """Compute 2 ** x for x <= 0; values below the range give 0."""
-        x = self.larger(self.splat(-200.0), x)
-        whole = self.call("llvm.rint.v16f32", _VEC, x)
-        rest, out = self.b.fsub(x, whole), self.splat(_EXP2[0])
-        for coefficient in _EXP2[1:]:
-            out = self.fma(out, rest, self.splat(coefficient))
-        return self.call("llvm.x86.avx512.mask.scalef.ps.512", _VEC, out, whole, out, _I16(-1), _I32(4))
+        self.b.store(self.dot(self.b.load(target), x, y), target)
 
     def rounded_pairs(self, low: Any, high: Any) -> Any:
         """Round to words of two bf16, to nearest and ties to even."""
-        both = self.call("llvm.x86.avx512bf16.cvtne2ps2bf16.512", _HALVES, high, low)
+        both = self.narrowed(low, high)
         order = [i // 2 + i % 2 * LANES for i in range(2 * LANES)]
-        return self.b.bitcast(self.shuffle(both, both, order), _WORDS)
-
-    def shuffle(self, x: Any, y: Any, order: list[int]) -> Any:
-        return self.b.shuffle_vector(x, y, ir.Constant(ir.VectorType(_I32, len(order)), order))
+        return self.b.bitcast(self.shuffled(both, both, order), VEC_I32)
 
     def interleaved(self, x: Any, y: Any) -> tuple[Any, Any]:
         """Return x[0] y[0] x[1] y[1] ... in two vectors."""
         count = x.type.count
         order = [i // 2 + i % 2 * count for i in range(2 * count)]
-        return self.shuffle(x, y, order[:count]), self.shuffle(x, y, order[count:])
+        return self.shuffled(x, y, order[:count]), self.shuffled(x, y, order[count:])
 
     def transposed(self, rows: list[Any]) -> list[Any]:
         """Transpose 16 vectors of 16."""
@@ -129,85 +79,73 @@ class _Emit:
         return rows
 
 
-def _vectors(emit: Callable[..., None]) -> Any:
-    """Turn an emitter of vector code into a function without result that compiled code can call. The emitter receives
-    an array argument as its pointer, and a tuple as its length, which is a constant."""
-
-    def typed(_: Any, *kinds: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            values = []
-            for kind, arg in zip(signature.args, args, strict=True):
-                if isinstance(kind, types.Array):
-                    values.append(context.make_array(kind)(context, builder, arg).data)
-                else:
-                    values.append(kind.count if isinstance(kind, types.UniTuple) else arg)
-            emit(_Emit(builder), *values)
-            return context.get_dummy_value()
-
-        return types.void(*kinds), generate
-
-    typed.__name__, typed.__signature__ = emit.__name__, inspect.signature(emit)  # type: ignore[attr-defined]
-    return intrinsic(typed)
+_emitted = emitted_by(_Emit)
 
 
 # --- the parts of a block. w: one thread's memory, as 32-bit words; lanes: vectors per tile ---------------------------
 
 
-@_vectors
+@_emitted
 def _pack_queries(
     e: _Emit, q: ir.Value, rows: ir.Value, words: ir.Value, w: ir.Value, to: ir.Value, lanes: int
 ) -> None:
     """Transpose queries into working memory: w[to + i, lane] = word i of query rows[lane]. A word is two adjacent bf16
     numbers; a query has `words` of them. lanes: vectors of 16 queries."""
-    with cgutils.for_range(e.b, _I64(lanes)) as vector, cgutils.for_range(e.b, e.b.sdiv(words, _I64(LANES))) as loop:
+    with cgutils.for_range(e.b, I64(lanes)) as vector, cgutils.for_range(e.b, e.b.sdiv(words, I64(LANES))) as loop:
         first, column = e.mul(vector.index, LANES), e.mul(loop.index, LANES)
         taken = []
         for lane in range(LANES):
             row = e.b.load(e.at(rows, first, lane))
-            taken.append(e.load(e.at(q, e.b.mul(row, words), column), _WORDS))
+            taken.append(e.load(e.at(q, e.b.mul(row, words), column), VEC_I32))
         for i, vector_of_words in enumerate(e.transposed(taken)):
             e.store(vector_of_words, e.at(w, to, first, e.mul(column, lanes * LANES), i * lanes * LANES))
 
 
-@_vectors
+@_emitted
 def _unpack(
-    e: _Emit, pool: ir.Value, at: ir.Value, step: ir.Value, rows: ir.Value, chunks: ir.Value, w: ir.Value, to: ir.Value
+    e: _Emit,
+    pool: ir.Value,
+    at: ir.Value,
+    step: ir.Value,
+    rows: ir.Value,
+    chunks: ir.Value,
+    w: ir.Value,
+    to: ir.Value,
 ) -> None:
     """Unpack rows of int8, in the format of `packed_heads`, to bf16 [rows, 32 * chunks] from w[to] on. at, step: the
     first row in the pool and the distance of rows, in elements of two bytes."""
     with cgutils.for_range(e.b, rows) as row:
         here = e.at(pool, at, e.b.mul(row.index, step))
-        bits = e.load(e.at(here, e.mul(chunks, LANES)), _I16, 2)
-        scale = e.splat(e.b.bitcast(e.b.shl(e.b.zext(bits, _I32), _I32(16)), _F32))
+        scale = e.splat(e.scale(e.at(here, e.mul(chunks, LANES))))
         with cgutils.for_range(e.b, chunks) as loop:
             first = e.at(here, e.mul(loop.index, LANES))
-            halves = [e.load(e.at(first, half * LANES // 2), _BYTES, 1) for half in (0, 1)]
-            low, high = (e.b.fmul(e.b.sitofp(e.b.sext(half, _WORDS), _VEC), scale) for half in halves)
-            rounded = e.call("llvm.x86.avx512bf16.cvtne2ps2bf16.512", _HALVES, high, low)
+            halves = [e.load(e.at(first, half * LANES // 2), VEC_I8) for half in (0, 1)]
+            low, high = (e.b.fmul(e.b.sitofp(e.b.sext(half, VEC_I32), VEC), scale) for half in halves)
+            rounded = e.narrowed(low, high)
             e.store(rounded, e.at(w, to, e.b.mul(row.index, e.mul(chunks, LANES)), e.mul(loop.index, LANES)))
 
 
-@_vectors
+@_emitted
 def _pack_values(
     e: _Emit, v: ir.Value, at: ir.Value, row: ir.Value, rows: ir.Value, chunks: ir.Value, w: ir.Value, to: ir.Value
 ) -> None:
     """Put values of two keys side by side for dot products: word w[to + i, d] = value d of row 2 i, and value d of row
     2 i + 1, both bf16; 0 after an odd last row. at, row: the first row and the distance of rows in v. chunks: of 32
     dimensions."""
-    with cgutils.for_range(e.b, e.b.sdiv(e.b.add(rows, _I64(1)), _I64(2))) as pair:
+    with cgutils.for_range(e.b, e.b.sdiv(e.b.add(rows, I64(1)), I64(2))) as pair:
         even = e.mul(pair.index, 2)
-        alone = e.b.icmp_signed("==", e.b.add(even, _I64(1)), rows)
-        odd = e.b.select(alone, even, e.b.add(even, _I64(1)))
-        keep = e.splat(e.b.select(alone, _I32(0xFFFF), _I32(-1)))
+        alone = e.b.icmp_signed("==", e.b.add(even, I64(1)), rows)
+        odd = e.b.select(alone, even, e.b.add(even, I64(1)))
+        keep = e.splat(e.b.select(alone, I32(0xFFFF), I32(-1)))
         with cgutils.for_range(e.b, chunks) as loop:
             column = e.mul(loop.index, 2 * LANES)
-            taken = [e.load(e.at(v, at, e.b.mul(i, row), column), _HALVES, 2) for i in (even, odd)]
+            taken = [e.load(e.at(v, at, e.b.mul(i, row), column), PAIRS) for i in (even, odd)]
             for half, words in enumerate(e.interleaved(*taken)):
                 there = e.b.mul(pair.index, e.mul(chunks, 2 * LANES))
-                e.store(e.b.and_(e.b.bitcast(words, _WORDS), keep), e.at(w, to, there, column, half * LANES))
+                e.store(e.b.and_(e.b.bitcast(words, VEC_I32), keep), e.at(w, to, there, column, half * LANES))
 
 
-@_vectors
+@_emitted
 def _scores(
     e: _Emit,
     w: ir.Value,
@@ -226,13 +164,13 @@ def _scores(
     keys, width = 16 if lanes == 1 else 8, lanes * LANES
     with cgutils.for_range(e.b, groups) as group:
         first = e.mul(group.index, keys)
-        where = [e.at(k, at, e.b.mul(e.b.add(first, _I64(key)), row)) for key in range(keys)]
-        sums = [e.variables([e.splat(0.0)] * lanes) for _ in range(keys)]
+        where = [e.at(k, at, e.b.mul(e.b.add(first, I64(key)), row)) for key in range(keys)]
+        sums = [[e.vector() for _ in range(lanes)] for _ in range(keys)]
         with cgutils.for_range(e.b, words) as loop:
             base = e.at(w, q, e.mul(loop.index, width))
-            queries = [e.load(e.at(base, lane * LANES), _WORDS) for lane in range(lanes)]
+            queries = [e.load(e.at(base, lane * LANES), VEC_I32) for lane in range(lanes)]
             for key in range(keys):
-                pair = e.splat(e.load(e.at(where[key], e.mul(loop.index, 2)), _I32, 2))
+                pair = e.splat(e.load(e.at(where[key], e.mul(loop.index, 2)), I32, 2))
                 for lane in range(lanes):
                     e.add_dot(sums[key][lane], queries[lane], pair)
         base = e.at(w, to, e.mul(first, width))
@@ -241,7 +179,7 @@ def _scores(
                 e.store(e.b.load(sums[key][lane]), e.at(base, key * width + lane * LANES))
 
 
-@_vectors
+@_emitted
 def _hide(
     e: _Emit,
     w: ir.Value,
@@ -254,17 +192,17 @@ def _hide(
 ) -> None:
     """Set the scores of `keys` keys to -inf in the lanes that do not see them. first: index of the first key. A lane
     sees keys up to its own position, at most `window` of them."""
-    here = [e.load(e.at(positions, lane * LANES), _WORDS) for lane in range(lanes)]
-    past = [e.b.sub(x, e.splat(e.b.trunc(window, _I32))) for x in here]
+    here = [e.load(e.at(positions, lane * LANES), VEC_I32) for lane in range(lanes)]
+    past = [e.b.sub(x, e.splat(e.b.trunc(window, I32))) for x in here]
     with cgutils.for_range(e.b, keys) as loop:
-        key = e.splat(e.b.trunc(e.b.add(first, loop.index), _I32))
+        key = e.splat(e.b.trunc(e.b.add(first, loop.index), I32))
         for lane in range(lanes):
             pointer = e.at(w, scores, e.mul(loop.index, lanes * LANES), lane * LANES)
             seen = e.b.and_(e.b.icmp_signed("<=", key, here[lane]), e.b.icmp_signed(">", key, past[lane]))
             e.store(e.b.select(seen, e.load(pointer), e.splat(float("-inf"))), pointer)
 
 
-@_vectors
+@_emitted
 def _soften(
     e: _Emit, w: ir.Value, scores: ir.Value, pairs: ir.Value, scale: ir.Value, stats: ir.Value, lanes: int
 ) -> None:
@@ -272,9 +210,9 @@ def _soften(
     adjacent keys in bf16. From w[stats] on lie each lane's maximum, sum of weights, and correction: the factor by which
     the sums of earlier keys must be multiplied, because the maximum has grown."""
     width = lanes * LANES
-    by, minus = e.splat(scale), e.b.fsub(_F32(0.0), scale)
+    by, minus = e.splat(scale), e.b.fsub(F32(0.0), scale)
     old = [e.load(e.at(w, stats, lane * LANES)) for lane in range(lanes)]
-    tops = e.variables(old)
+    tops = [e.vector(top) for top in old]
     with cgutils.for_range(e.b, pairs) as loop:
         base = e.at(w, scores, e.mul(loop.index, 2 * width))
         for i in range(2 * lanes):
@@ -292,7 +230,7 @@ def _soften(
         unchanged = e.b.fcmp_ordered("==", old[lane], top)
         correction = e.b.select(unchanged, e.splat(1.0), correction)
         e.store(correction, e.at(w, stats, 2 * width + lane * LANES))
-    sums = e.variables([e.splat(0.0)] * lanes)
+    sums = [e.vector() for _ in range(lanes)]
     with cgutils.for_range(e.b, pairs) as loop:
         base, to = e.at(w, scores, e.mul(loop.index, 2 * width)), e.at(w, scores, e.mul(loop.index, width))
         rows = [[e.load(e.at(base, half * width + lane * LANES)) for half in (0, 1)] for lane in range(lanes)]
@@ -305,7 +243,7 @@ def _soften(
         e.store(e.fma(e.load(pointer), e.load(correction), e.b.load(sums[lane])), pointer)
 
 
-@_vectors
+@_emitted
 def _mix(
     e: _Emit,
     w: ir.Value,
@@ -321,17 +259,17 @@ def _mix(
     value. The correction, in w[stats], is the factor by which a new maximum of the scores rescales earlier sums."""
     step, width = 16 if lanes == 1 else 8, lanes * LANES
     corrections = [e.load(e.at(w, stats, 2 * width + lane * LANES)) for lane in range(lanes)]
-    with cgutils.for_range(e.b, e.b.sdiv(dims, _I64(step))) as loop:
+    with cgutils.for_range(e.b, e.b.sdiv(dims, I64(step))) as loop:
         first = e.mul(loop.index, step)
         base = e.at(w, to, e.mul(first, width))
         places = [[e.at(base, d * width + lane * LANES) for lane in range(lanes)] for d in range(step)]
-        sums = [e.variables([e.b.fmul(e.load(p), c) for p, c in zip(row, corrections, strict=True)]) for row in places]
+        sums = [[e.vector(e.b.fmul(e.load(p), c)) for p, c in zip(row, corrections, strict=True)] for row in places]
         with cgutils.for_range(e.b, pairs) as pair:
             here = e.at(w, weights, e.mul(pair.index, width))
-            weight = [e.load(e.at(here, lane * LANES), _WORDS) for lane in range(lanes)]
+            weight = [e.load(e.at(here, lane * LANES), VEC_I32) for lane in range(lanes)]
             there = e.at(w, values, e.b.mul(pair.index, dims), first)
             for d in range(step):
-                value = e.splat(e.load(e.at(there, d), _I32))
+                value = e.splat(e.load(e.at(there, d), I32))
                 for lane in range(lanes):
                     e.add_dot(sums[d][lane], weight[lane], value)
         for row, slots in zip(places, sums, strict=True):
@@ -339,13 +277,20 @@ def _mix(
                 e.store(e.b.load(slot), pointer)
 
 
-@_vectors
+@_emitted
 def _finish(
-    e: _Emit, w: ir.Value, mixed: ir.Value, stats: ir.Value, words: ir.Value, out: ir.Value, rows: ir.Value, lanes: int
+    e: _Emit,
+    w: ir.Value,
+    mixed: ir.Value,
+    stats: ir.Value,
+    words: ir.Value,
+    out: ir.Value,
+    rows: ir.Value,
+    lanes: int,
 ) -> None:
     """Set out[rows[lane]] = the mixed values divided by the sum of weights."""
     width = lanes * LANES
-    with cgutils.for_range(e.b, _I64(lanes)) as vector, cgutils.for_range(e.b, e.b.sdiv(words, _I64(LANES))) as loop:
+    with cgutils.for_range(e.b, I64(lanes)) as vector, cgutils.for_range(e.b, e.b.sdiv(words, I64(LANES))) as loop:
         first, column = e.mul(vector.index, LANES), e.mul(loop.index, LANES)
         share = e.b.fdiv(e.splat(1.0), e.load(e.at(w, stats, width, first)))
         taken = []
@@ -358,7 +303,7 @@ def _finish(
             e.store(vector_of_words, e.at(out, e.b.mul(row, words), column))
 
 
-@_vectors
+@_emitted
 def _fill(e: _Emit, w: ir.Value, at: ir.Value, vectors: ir.Value, value: ir.Value) -> None:
     with cgutils.for_range(e.b, vectors) as loop:
         e.store(e.splat(value), e.at(w, at, e.mul(loop.index, LANES)))
@@ -370,7 +315,7 @@ def _next(_: Any, counter: types.Type) -> Any:
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         array = context.make_array(signature.args[0])(context, builder, args[0])
-        return builder.atomic_rmw("add", array.data, _I64(1), "monotonic")
+        return builder.atomic_rmw("add", array.data, I64(1), "monotonic")
 
     return types.int64(counter), generate
 

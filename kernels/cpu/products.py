@@ -13,118 +13,36 @@ next to a core.
 Import this through `reprise.kernels.cpu.available.product_kernels`.
 """
 
-import inspect
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite import ir
-from numba import prange, types
+from numba import prange
 from numba.core import cgutils
 from numpy.typing import NDArray
 
-from reprise.kernels.cpu.emit import compiled, intrinsic
+from reprise.kernels.cpu.emit import I8, I32, I64, LANES, VEC, VEC_I32, WideEmit, compiled, emitted_by, rounded, widened
 from reprise.kernels.views import Bf16, Constant, Fp32, Words
 
-LANES = 16
 ROWS = 32  # rows per group: two tiles of AMX
 COLUMNS = 32  # outputs computed together
-LOG2_E = 1.4426950408889634
 _STRIP_BYTES, _RUN_BYTES, _RUN_BLOCKS = 1 << 20, 400_000, 8
 _AHEAD = 4096  # bytes of weights prefetched where there are so few rows that memory is the limit
-# 2 ** r for |r| <= 1/2, to 1e-7
-_EXP2 = (1.5353362e-4, 1.3398874e-3, 9.6184370e-3, 5.5503324e-2, 2.4022648e-1, 6.9314720e-1, 1.0)
-
-_F32, _I8, _I16, _I32, _I64 = ir.FloatType(), ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
-_VEC, _WORDS = ir.VectorType(_F32, LANES), ir.VectorType(_I32, LANES)
-_POINTER = _I8.as_pointer()
 
 
-class _Emit:
-    """Emits code into a function that numba compiles. Offsets count bytes."""
-
-    def __init__(self, builder: Any) -> None:
-        self.b = builder
-
-    def at(self, base: Any, *offsets: Any) -> Any:
-        base = self.b.bitcast(base, _POINTER)
-        for offset in offsets:
-            base = self.b.gep(base, [_I64(offset) if isinstance(offset, int) else offset])
-        return base
-
-    def mul(self, x: Any, y: int) -> Any:
-        return self.b.mul(x, _I64(y))
-
-    def load(self, pointer: Any, kind: Any) -> Any:
-        return self.b.load(self.b.bitcast(pointer, kind.as_pointer()), align=4)
-
-    def store(self, value: Any, pointer: Any) -> None:
-        self.b.store(value, self.b.bitcast(pointer, value.type.as_pointer()), align=4)
-
-    def splat(self, scalar: Any) -> Any:
-        if isinstance(scalar, float):
-            return ir.Constant(_VEC, [scalar] * LANES)
-        kind = ir.VectorType(scalar.type, LANES)
-        one = self.b.insert_element(ir.Constant(kind, ir.Undefined), scalar, _I32(0))
-        return self.b.shuffle_vector(one, one, ir.Constant(_WORDS, [0] * LANES))
-
-    def call(self, name: str, result: Any, *args: Any) -> Any:
-        kind = ir.FunctionType(result, [arg.type for arg in args])
-        return self.b.call(cgutils.get_or_insert_function(self.b.module, kind, name), args)
-
-    def exp2(self, x: Any) -> Any:
-        """Compute 2 ** x for x <= 0; values below the range give 0."""
-        low = self.splat(-200.0)
-        x = self.b.select(self.b.fcmp_ordered("<", x, low), low, x)
-        whole = self.call("llvm.rint.v16f32", _VEC, x)
-        rest, out = self.b.fsub(x, whole), self.splat(_EXP2[0])
-        for coefficient in _EXP2[1:]:
-            out = self.call("llvm.fma.v16f32", _VEC, out, rest, self.splat(coefficient))
-        return self.call("llvm.x86.avx512.mask.scalef.ps.512", _VEC, out, whole, out, _I16(-1), _I32(4))
-
-    def swish(self, x: Any) -> Any:
-        """Compute x / (1 + exp(-x)) from exp(-|x|), which cannot overflow."""
-        small = self.exp2(self.b.fmul(self.call("llvm.fabs.v16f32", _VEC, x), self.splat(-LOG2_E)))
-        over = self.b.select(self.b.fcmp_ordered("<", x, self.splat(0.0)), small, self.splat(1.0))
-        return self.b.fmul(x, self.b.fdiv(over, self.b.fadd(self.splat(1.0), small)))
-
-    def widened(self, pointer: Any) -> Any:
-        """Load 16 bf16 numbers and widen them."""
-        wide = self.b.zext(self.load(pointer, ir.VectorType(_I16, LANES)), _WORDS)
-        return self.b.bitcast(self.b.shl(wide, ir.Constant(_WORDS, [16] * LANES)), _VEC)
-
-    def store_rounded(self, low: Any, high: Any, pointer: Any) -> None:
-        """Round 32 numbers to bf16 and store them."""
-        kind = ir.VectorType(_I16, 2 * LANES)
-        self.store(self.call("llvm.x86.avx512bf16.cvtne2ps2bf16.512", kind, high, low), pointer)
-
-    def prefetch(self, pointer: Any) -> None:
-        self.call("llvm.prefetch.p0", ir.VoidType(), pointer, _I32(0), _I32(2), _I32(1))
+class _Emit(WideEmit):
+    """An emitter that also has AMX."""
 
     def tile(self, name: str, *args: Any) -> None:
         """Emit an AMX instruction; integer arguments name tiles."""
-        self.call(f"llvm.x86.{name}", ir.VoidType(), *(_I8(x) if isinstance(x, int) else x for x in args))
+        self.call(f"llvm.x86.{name}", ir.VoidType(), *(I8(x) if isinstance(x, int) else x for x in args))
+
+    def store_rounded(self, low: Any, high: Any, pointer: Any) -> None:
+        """Round 32 numbers to bf16 and store them."""
+        self.store(self.narrowed(low, high), pointer)
 
 
-def _emitted(emit: Callable[..., None]) -> Any:
-    """Turn an emitter into a statement for compiled functions. The emitter receives an array argument as its pointer,
-    and a tuple as its length, which is a constant."""
-
-    def typed(_: Any, *kinds: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            values = []
-            for kind, arg in zip(signature.args, args, strict=True):
-                if isinstance(kind, types.Array):
-                    values.append(context.make_array(kind)(context, builder, arg).data)
-                else:
-                    values.append(kind.count if isinstance(kind, types.UniTuple | types.Tuple) else arg)
-            emit(_Emit(builder), *values)
-            return context.get_dummy_value()
-
-        return types.void(*kinds), generate
-
-    typed.__name__, typed.__signature__ = emit.__name__, inspect.signature(emit)  # type: ignore[attr-defined]
-    return intrinsic(typed)
+_emitted = emitted_by(_Emit)
 
 
 @_emitted
@@ -166,17 +84,17 @@ def _by_tiles(
             e.tile("tileloadd64", 6 + column, e.at(weights, column * 64), w_pair)
         if ahead:
             for pair in range(16):
-                line = e.at(weights, e.b.mul(w_pair, _I64(pair)), _AHEAD)
+                line = e.at(weights, e.b.mul(w_pair, I64(pair)), _AHEAD)
                 for column in range(columns):
                     e.prefetch(e.at(line, column * 64))
         for tile in range(tiles):
-            e.tile("tileloadd64", 4 + tile, e.at(rows, 16 * 64 * tile), _I64(64))
+            e.tile("tileloadd64", 4 + tile, e.at(rows, 16 * 64 * tile), I64(64))
             for column in range(columns):
                 e.tile("tdpbf16ps", tile * columns + column, 4 + tile, 6 + column)
     for tile in range(tiles):
         for column in range(columns):
             there = e.at(out, (tile * 16 * COLUMNS + column * 16) * 4)
-            e.tile("tilestored64", tile * columns + column, there, _I64(COLUMNS * 4))
+            e.tile("tilestored64", tile * columns + column, there, I64(COLUMNS * 4))
 
 
 @_emitted
@@ -195,22 +113,19 @@ def _by_dots(
     out_at: ir.Value,
 ) -> None:
     """Compute the same as `_by_tiles`, with dot products, for `rows` rows; out_at: bytes to the first of them."""
-    sums = [
-        [cgutils.alloca_once_value(e.b, ir.Constant(_VEC, [0.0] * LANES)) for _ in range(columns)] for _ in range(rows)
-    ]
-    with cgutils.for_range(e.b, blocks) as block, cgutils.for_range(e.b, _I64(16)) as pair:
+    sums = [[e.vector() for _ in range(columns)] for _ in range(rows)]
+    with cgutils.for_range(e.b, blocks) as block, cgutils.for_range(e.b, I64(16)) as pair:
         here = e.at(x, x_at, e.mul(block.index, ROWS * 64), e.mul(pair.index, 4))
         base = e.at(w, w_at, e.b.mul(e.b.add(e.mul(block.index, 16), pair.index), w_pair))
-        weights = [e.load(e.at(base, column * 64), _WORDS) for column in range(columns)]
+        weights = [e.load(e.at(base, column * 64), VEC_I32) for column in range(columns)]
         if ahead:
             for column in range(columns):
                 e.prefetch(e.at(base, _AHEAD + column * 64))
         for row in range(rows):
-            both = e.splat(e.load(e.at(here, row * 64), _I32))
+            both = e.splat(e.load(e.at(here, row * 64), I32))
             for column in range(columns):
                 slot = sums[row][column]
-                total = e.call("llvm.x86.avx512bf16.dpbf16ps.512", _VEC, e.b.load(slot), both, weights[column])
-                e.b.store(total, slot)
+                e.b.store(e.dot(e.b.load(slot), both, weights[column]), slot)
     for row in range(rows):
         for column in range(columns):
             e.store(e.b.load(sums[row][column]), e.at(out, out_at, (row * COLUMNS + column * 16) * 4))
@@ -231,15 +146,15 @@ def _finish(
     """Add bias and residual to rows of COLUMNS sums, round them, and store them to `out`. bias fp32, from byte bias_at
     on. residual and out bf16, from byte `at` on, with row_bytes bytes from row to row. For bias or residual a tuple in
     place of an array means that there is none."""
-    biases = None if isinstance(bias, int) else [e.load(e.at(bias, bias_at, half * 64), _VEC) for half in (0, 1)]
+    biases = None if isinstance(bias, int) else [e.load(e.at(bias, bias_at, half * 64), VEC) for half in (0, 1)]
     with cgutils.for_range(e.b, rows) as loop:
         here, parts = e.b.mul(loop.index, row_bytes), []
         for half in (0, 1):
-            part = e.load(e.at(sums, e.mul(loop.index, COLUMNS * 4), half * 64), _VEC)
+            part = e.load(e.at(sums, e.mul(loop.index, COLUMNS * 4), half * 64), VEC)
             if biases is not None:
                 part = e.b.fadd(part, biases[half])
             if not isinstance(residual, int):
-                part = e.b.fadd(part, e.widened(e.at(residual, at, here, half * 32)))
+                part = e.b.fadd(part, e.bf16(e.at(residual, at, here, half * 32)))
             parts.append(part)
         e.store_rounded(parts[0], parts[1], e.at(out, at, here))
 
@@ -252,7 +167,7 @@ def _finish_gated(
     with cgutils.for_range(e.b, rows) as loop:
         parts = []
         for half in (0, 1):
-            gate, up = (e.load(e.at(x, e.mul(loop.index, COLUMNS * 4), half * 64), _VEC) for x in (gates, ups))
+            gate, up = (e.load(e.at(x, e.mul(loop.index, COLUMNS * 4), half * 64), VEC) for x in (gates, ups))
             parts.append(e.b.fmul(e.swish(gate), up))
         e.store_rounded(parts[0], parts[1], e.at(out, at, e.b.mul(loop.index, row_bytes)))
 
@@ -271,30 +186,6 @@ class ExactProduct(NamedTuple):
     outputs: int
     lanes: Constant
     by_tiles: Constant
-
-
-@intrinsic
-def _widened(_: Any, x: types.Type) -> Any:
-    """Convert bf16 as uint16 to float32."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bitcast(builder.shl(builder.zext(args[0], _I32), _I32(16)), _F32)
-
-    return types.float32(types.uint16), generate
-
-
-@intrinsic
-def _rounded(_: Any, x: types.Type) -> Any:
-    """Convert float32 to bf16 as uint16, without a branch, so that loops around it are vectorised."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        bits = builder.bitcast(args[0], _I32)
-        odd = builder.and_(builder.lshr(bits, _I32(16)), _I32(1))
-        rounded = builder.lshr(builder.add(bits, builder.add(odd, _I32(0x7FFF))), _I32(16))
-        nan = builder.fcmp_unordered("uno", args[0], args[0])
-        return builder.trunc(builder.select(nan, _I32(0x7FC0), rounded), _I16)
-
-    return types.uint16(types.float32), generate
 
 
 @compiled()
@@ -375,8 +266,8 @@ def _rest(sums: Fp32, rows: int, width: int, bias: Fp32, residual: Bf16, out: Bf
             if len(bias):
                 total += bias[first + i]
             if len(residual):
-                total += _widened(residual[group + row, first + i])
-            out[group + row, first + i] = _rounded(total)
+                total += widened(residual[group + row, first + i])
+            out[group + row, first + i] = rounded(total)
 
 
 @compiled()

@@ -9,8 +9,6 @@ the result for a row depend on its own context alone, not on other rows of the b
 Import this through `reprise.kernels.cpu.available.select_kernels`.
 """
 
-import inspect
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,133 +16,41 @@ from llvmlite import ir
 from numba import prange, types
 from numba.core import cgutils
 
-from reprise.kernels.cpu.emit import compiled, intrinsic
+from reprise.kernels.cpu.emit import (
+    I16,
+    I32,
+    I64,
+    LANES,
+    VEC_I32,
+    ElementEmit,
+    compiled,
+    emitted_by,
+    emitted_value,
+)
 from reprise.kernels.views import Bf16, Constant, Fp32, Int32, Int64, Words
 
-LANES = 16
 SIDE_BY_SIDE = 32  # keys of an index entry; page sizes are multiples of this
 ALWAYS = 32  # rows at either end of a context that are always chosen
-LOG2_E = 1.4426950408889634
 _AHEAD = 32  # chosen rows that are prefetched before they are read
 _RANGE = 64.0  # a row of 2 ** -64 of a head's greatest weight is as good as none
 _HALVINGS = 24  # halvings of that range, until rows differ by less than their scores' rounding
 
-_F32, _I16, _I32, _I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
-_VEC, _VEC_I16, _WORDS = (ir.VectorType(kind, LANES) for kind in (_F32, _I16, _I32))
-_MASK = ir.VectorType(ir.IntType(1), LANES)
-# 2 ** r for |r| <= 1/2, to 1e-7
-_EXP2 = (1.5353362e-4, 1.3398874e-3, 9.6184370e-3, 5.5503324e-2, 2.4022648e-1, 6.9314720e-1, 1.0)
+
+def _prefetch_row(e: ElementEmit, pointer: Any, lanes: int) -> None:
+    """Prefetch a row of bf16 numbers."""
+    for lane in range(0, lanes, 2):
+        e.prefetch(e.at(pointer, lane * LANES))
 
 
-class _Emit:
-    """Emits vector code into a function that numba compiles. Offsets count elements."""
-
-    def __init__(self, builder: Any) -> None:
-        self.b = builder
-
-    def at(self, base: Any, *offsets: Any) -> Any:
-        """Return base + the sum of offsets."""
-        for offset in offsets:
-            base = self.b.gep(base, [_I64(offset) if isinstance(offset, int) else offset])
-        return base
-
-    def times(self, x: Any, count: int) -> Any:
-        return self.b.mul(x, _I64(count))
-
-    def load(self, pointer: Any, kind: Any = _VEC) -> Any:
-        return self.b.load(self.b.bitcast(pointer, kind.as_pointer()), align=2 if kind is _VEC_I16 else 4)
-
-    def store(self, value: Any, pointer: Any) -> None:
-        self.b.store(value, self.b.bitcast(pointer, value.type.as_pointer()), align=4)
-
-    def bf16(self, pointer: Any) -> Any:
-        """Load 16 bf16 numbers and widen them."""
-        return self.lower(self.b.zext(self.load(pointer, _VEC_I16), _WORDS))
-
-    def lower(self, words: Any) -> Any:
-        """Widen the bf16 number in the lower half of each word."""
-        return self.b.bitcast(self.b.shl(words, ir.Constant(_WORDS, [16] * LANES)), _VEC)
-
-    def upper(self, words: Any) -> Any:
-        """Widen the bf16 number in the upper half of each word."""
-        return self.b.bitcast(self.b.and_(words, ir.Constant(_WORDS, [0xFFFF0000] * LANES)), _VEC)
-
-    def splat(self, scalar: Any, kind: Any = _VEC) -> Any:
-        if isinstance(scalar, (int, float)):
-            return ir.Constant(kind, [scalar] * LANES)
-        one = self.b.insert_element(ir.Constant(kind, ir.Undefined), scalar, _I32(0))
-        return self.b.shuffle_vector(one, one, ir.Constant(_WORDS, [0] * LANES))
-
-    def variable(self, value: Any) -> Any:
-        """Create a vector that loops may change."""
-        return cgutils.alloca_once_value(self.b, value)
-
-    def add_product(self, target: Any, x: Any, y: Any) -> None:
-        self.b.store(self.fma(x, y, self.b.load(target)), target)
-
-    def fma(self, x: Any, y: Any, z: Any) -> Any:
-        return self.b.call(self.declare("llvm.fma.v16f32", _VEC, [_VEC] * 3), [x, y, z])
-
-    def greater(self, x: Any, y: Any) -> Any:
-        return self.b.select(self.b.fcmp_ordered(">", x, y), x, y)
-
-    def reduce(self, name: str, x: Any) -> Any:
-        """Reduce the lanes by `fadd` or `fmax`, in a tree."""
-        first = [_F32(0.0)] if name == "fadd" else []
-        function = self.declare(f"llvm.vector.reduce.{name}.v16f32", _F32, [v.type for v in (*first, x)])
-        return self.b.call(function, [*first, x], fastmath=("reassoc",))
-
-    def exp2(self, x: Any) -> Any:
-        """Compute 2 ** x for x <= 0; values below the range give 0."""
-        low = self.splat(-200.0)
-        x = self.b.select(self.b.fcmp_ordered("<", x, low), low, x)
-        whole = self.b.call(self.declare("llvm.rint.v16f32", _VEC, [_VEC]), [x])
-        rest, out = self.b.fsub(x, whole), self.splat(_EXP2[0])
-        for coefficient in _EXP2[1:]:
-            out = self.fma(out, rest, self.splat(coefficient))
-        scale = self.declare("llvm.x86.avx512.mask.scalef.ps.512", _VEC, [_VEC, _VEC, _VEC, _I16, _I32])
-        return self.b.call(scale, [out, whole, out, _I16(-1), _I32(4)])
-
-    def prefetch(self, pointer: Any, lanes: int) -> None:
-        """Prefetch a row of bf16 numbers."""
-        byte = ir.IntType(8).as_pointer()
-        function = self.declare("llvm.prefetch.p0", ir.VoidType(), [byte, _I32, _I32, _I32])
-        for lane in range(0, lanes, 2):
-            here = self.b.bitcast(self.at(pointer, lane * LANES), byte)
-            self.b.call(function, [here, _I32(0), _I32(2), _I32(1)])
-
-    def declare(self, name: str, result: Any, args: list[Any]) -> Any:
-        return cgutils.get_or_insert_function(self.b.module, ir.FunctionType(result, args), name)
-
-
-def _vectors(emit: Callable[..., Any]) -> Any:
-    """Turn an emitter of vector code into a function for compiled code, which gives an int64 if the emitter returns
-    one. The emitter receives an array argument as its pointer, and a tuple as its length, which is a constant."""
-    gives = inspect.signature(emit).return_annotation is not None
-
-    def typed(_: Any, *kinds: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            values = []
-            for kind, arg in zip(signature.args, args, strict=True):
-                if isinstance(kind, types.Array):
-                    values.append(context.make_array(kind)(context, builder, arg).data)
-                else:
-                    values.append(kind.count if isinstance(kind, types.UniTuple) else arg)
-            result = emit(_Emit(builder), *values)
-            return result if gives else context.get_dummy_value()
-
-        return (types.int64 if gives else types.void)(*kinds), generate
-
-    typed.__name__, typed.__signature__ = emit.__name__, inspect.signature(emit)  # type: ignore[attr-defined]
-    return intrinsic(typed)
+_emitted, _emitted_count = emitted_by(ElementEmit), emitted_value(types.int64, ElementEmit)
 
 
 # --- choosing ---------------------------------------------------------------------------------------------------------
 
 
-@_vectors
+@_emitted
 def _partial_scores(
-    e: _Emit,
+    e: ElementEmit,
     q: ir.Value,
     group: int,
     pairs: int,
@@ -158,13 +64,13 @@ def _partial_scores(
     """Compute out[g, t] = q[g] . partial key t (some pairs of a key's dims) for the keys of some entries of the index,
     of 32 keys each. q fp32 [group, pairs, 2]; words: entries [pairs, 32]."""
     with cgutils.for_range(e.b, entries) as loop:
-        base = e.at(words, at, e.times(loop.index, pairs * SIDE_BY_SIDE))
+        base = e.at(words, at, e.mul(loop.index, pairs * SIDE_BY_SIDE))
         places = [(g, half) for g in range(group) for half in range(2)]
         # numbers of one place in four sums where registers suffice, so that a sum seldom waits for the one before
-        sums = {place: [e.variable(e.splat(0.0)) for _ in range(2 if group <= 4 else 1)] for place in places}
+        sums = {place: [e.vector(e.splat(0.0)) for _ in range(2 if group <= 4 else 1)] for place in places}
         for pair in range(pairs):
-            both = [e.load(e.at(base, pair * SIDE_BY_SIDE + half * LANES), _WORDS) for half in range(2)]
-            keys = [(e.lower(word), e.upper(word)) for word in both]
+            both = [e.load(e.at(base, pair * SIDE_BY_SIDE + half * LANES), VEC_I32) for half in range(2)]
+            keys = [e.halves(word) for word in both]
             for g in range(group):
                 for part in range(2):
                     weight = e.splat(e.b.load(e.at(q, (g * pairs + pair) * 2 + part)))
@@ -175,63 +81,60 @@ def _partial_scores(
             total = e.b.load(sums[g, half][0])
             for more in sums[g, half][1:]:
                 total = e.b.fadd(total, e.b.load(more))
-            column = e.b.add(e.times(loop.index, SIDE_BY_SIDE), _I64(half * LANES))
-            e.store(total, e.at(out, out_at, column, e.times(out_row, g)))
+            column = e.b.add(e.mul(loop.index, SIDE_BY_SIDE), I64(half * LANES))
+            e.store(total, e.at(out, out_at, column, e.mul(out_row, g)))
 
 
-@_vectors
-def _greatest(e: _Emit, x: ir.Value, at: ir.Value, vectors: ir.Value, out: ir.Value, out_at: ir.Value) -> None:
+@_emitted
+def _greatest(e: ElementEmit, x: ir.Value, at: ir.Value, vectors: ir.Value, out: ir.Value, out_at: ir.Value) -> None:
     """Store in out[out_at] the greatest number of x from x[at] on. vectors: how many vectors of 16 numbers."""
-    top = e.variable(e.splat(float("-inf")))
+    top = e.vector(e.splat(float("-inf")))
     with cgutils.for_range(e.b, vectors) as loop:
-        e.b.store(e.greater(e.load(e.at(x, at, e.times(loop.index, LANES))), e.b.load(top)), top)
+        e.b.store(e.larger(e.load(e.at(x, at, e.mul(loop.index, LANES))), e.b.load(top)), top)
     e.b.store(e.reduce("fmax", e.b.load(top)), e.at(out, out_at))
 
 
-@_vectors
+@_emitted
 def _strongest_head(
-    e: _Emit, x: ir.Value, row: ir.Value, group: int, tops: ir.Value, vectors: ir.Value, out: ir.Value
+    e: ElementEmit, x: ir.Value, row: ir.Value, group: int, tops: ir.Value, vectors: ir.Value, out: ir.Value
 ) -> None:
     """Compute out[t] = the greatest x[g, t] - tops[g] of all query heads g. row: elements of x from head to head. tops:
     each head's greatest score. vectors: of 16 numbers in a row."""
     with cgutils.for_range(e.b, vectors) as loop:
-        column = e.times(loop.index, LANES)
+        column = e.mul(loop.index, LANES)
         best = None
         for g in range(group):
-            value = e.b.fsub(e.load(e.at(x, column, e.times(row, g))), e.splat(e.b.load(e.at(tops, g))))
-            best = value if best is None else e.greater(value, best)
+            value = e.b.fsub(e.load(e.at(x, column, e.mul(row, g))), e.splat(e.b.load(e.at(tops, g))))
+            best = value if best is None else e.larger(value, best)
         e.store(best, e.at(out, column))
 
 
-@_vectors
-def _count_above(e: _Emit, x: ir.Value, vectors: ir.Value, threshold: ir.Value) -> ir.Value:
+@_emitted_count
+def _count_above(e: ElementEmit, x: ir.Value, vectors: ir.Value, threshold: ir.Value) -> ir.Value:
     """Count the numbers above a threshold."""
-    total = e.variable(e.splat(0, _WORDS))
+    total = e.vector(e.words(0))
     with cgutils.for_range(e.b, vectors) as loop:
-        above = e.b.fcmp_ordered(">", e.load(e.at(x, e.times(loop.index, LANES))), e.splat(threshold))
-        e.b.store(e.b.sub(e.b.load(total), e.b.sext(above, _WORDS)), total)
-    reduced = e.b.call(e.declare("llvm.vector.reduce.add.v16i32", _I32, [_WORDS]), [e.b.load(total)])
-    return e.b.zext(reduced, _I64)
+        above = e.b.fcmp_ordered(">", e.load(e.at(x, e.mul(loop.index, LANES))), e.splat(threshold))
+        e.b.store(e.b.sub(e.b.load(total), e.b.sext(above, VEC_I32)), total)
+    return e.b.zext(e.call("llvm.vector.reduce.add.v16i32", I32, e.b.load(total)), I64)
 
 
-@_vectors
+@_emitted_count
 def _places_above(
-    e: _Emit, x: ir.Value, vectors: ir.Value, threshold: ir.Value, out: ir.Value, out_at: ir.Value
+    e: ElementEmit, x: ir.Value, vectors: ir.Value, threshold: ir.Value, out: ir.Value, out_at: ir.Value
 ) -> ir.Value:
     """Store the places, int32 and ascending, of the numbers above a threshold, and return their count. Up to 15 numbers
     after the last one are overwritten."""
-    compress = e.declare("llvm.x86.avx512.mask.compress.v16i32", _WORDS, [_WORDS, _WORDS, _MASK])
-    count_bits = e.declare("llvm.ctpop.i16", _I16, [_I16])
-    found = e.variable(_I64(0))
-    lanes = ir.Constant(_WORDS, list(range(LANES)))
+    found = e.vector(I64(0))
+    lanes = ir.Constant(VEC_I32, list(range(LANES)))
     with cgutils.for_range(e.b, vectors) as loop:
-        first = e.times(loop.index, LANES)
+        first = e.mul(loop.index, LANES)
         above = e.b.fcmp_ordered(">", e.load(e.at(x, first)), e.splat(threshold))
-        places = e.b.add(e.splat(e.b.trunc(first, _I32), _WORDS), lanes)
-        packed = e.b.call(compress, [places, places, above])
+        places = e.b.add(e.splat(e.b.trunc(first, I32)), lanes)
+        packed = e.call("llvm.x86.avx512.mask.compress.v16i32", VEC_I32, places, places, above)
         e.store(packed, e.at(out, out_at, e.b.load(found)))
-        bits = e.b.call(count_bits, [e.b.bitcast(above, _I16)])
-        e.b.store(e.b.add(e.b.load(found), e.b.zext(bits, _I64)), found)
+        bits = e.call("llvm.ctpop.i16", I16, e.b.bitcast(above, I16))
+        e.b.store(e.b.add(e.b.load(found), e.b.zext(bits, I64)), found)
     return e.b.load(found)
 
 
@@ -334,9 +237,9 @@ def choose(
 # --- attending --------------------------------------------------------------------------------------------------------
 
 
-@_vectors
+@_emitted
 def _scores(
-    e: _Emit,
+    e: ElementEmit,
     q: ir.Value,
     q_at: ir.Value,
     group: int,
@@ -350,34 +253,34 @@ def _scores(
     """Compute out[g, t] = q[g] . the key at places[t]. places int64 [count + 32]."""
     with cgutils.for_range(e.b, count) as loop:
         base = e.at(k, e.b.load(e.at(places, loop.index)))
-        e.prefetch(e.at(k, e.b.load(e.at(places, loop.index, _AHEAD))), lanes)
+        _prefetch_row(e, e.at(k, e.b.load(e.at(places, loop.index, _AHEAD))), lanes)
         key = [e.bf16(e.at(base, lane * LANES)) for lane in range(lanes)]
         for g in range(group):
             total = e.splat(0.0)
             for lane in range(lanes):
                 total = e.fma(e.load(e.at(q, q_at, (g * lanes + lane) * LANES)), key[lane], total)
-            e.b.store(e.reduce("fadd", total), e.at(out, loop.index, e.times(out_row, g)))
+            e.b.store(e.reduce("fadd", total), e.at(out, loop.index, e.mul(out_row, g)))
 
 
-@_vectors
-def _soften(e: _Emit, scores: ir.Value, at: ir.Value, vectors: ir.Value, stats: ir.Value) -> None:
+@_emitted
+def _soften(e: ElementEmit, scores: ir.Value, at: ir.Value, vectors: ir.Value, stats: ir.Value) -> None:
     """Replace scores by their weights in the softmax, 2 ** (scores - max), and store their sum."""
-    top = e.variable(e.splat(float("-inf")))
+    top = e.vector(e.splat(float("-inf")))
     with cgutils.for_range(e.b, vectors) as loop:
-        e.b.store(e.greater(e.load(e.at(scores, at, e.times(loop.index, LANES))), e.b.load(top)), top)
+        e.b.store(e.larger(e.load(e.at(scores, at, e.mul(loop.index, LANES))), e.b.load(top)), top)
     highest = e.splat(e.reduce("fmax", e.b.load(top)))
-    total = e.variable(e.splat(0.0))
+    total = e.vector(e.splat(0.0))
     with cgutils.for_range(e.b, vectors) as loop:
-        here = e.at(scores, at, e.times(loop.index, LANES))
+        here = e.at(scores, at, e.mul(loop.index, LANES))
         weights = e.exp2(e.b.fsub(e.load(here), highest))
         e.store(weights, here)
         e.b.store(e.b.fadd(e.b.load(total), weights), total)
     e.b.store(e.reduce("fadd", e.b.load(total)), stats)
 
 
-@_vectors
+@_emitted
 def _mix(
-    e: _Emit,
+    e: ElementEmit,
     p: ir.Value,
     p_row: ir.Value,
     group: int,
@@ -392,15 +295,15 @@ def _mix(
     together = max(1, 24 // group)  # keeps the sums in registers
     for first in range(0, lanes, together):
         chunk = range(first, min(lanes, first + together))
-        sums = {(g, lane): e.variable(e.splat(0.0)) for g in range(group) for lane in chunk}
+        sums = {(g, lane): e.vector(e.splat(0.0)) for g in range(group) for lane in chunk}
         with cgutils.for_range(e.b, count) as loop:
             base = e.at(v, e.b.load(e.at(places, loop.index)))
             if first == 0:
-                e.prefetch(e.at(v, e.b.load(e.at(places, loop.index, _AHEAD))), lanes)
+                _prefetch_row(e, e.at(v, e.b.load(e.at(places, loop.index, _AHEAD))), lanes)
             for lane in chunk:
                 value = e.bf16(e.at(base, lane * LANES))
                 for g in range(group):
-                    weight = e.b.load(e.at(p, loop.index, e.times(p_row, g)))
+                    weight = e.b.load(e.at(p, loop.index, e.mul(p_row, g)))
                     e.add_product(sums[g, lane], e.splat(weight), value)
         for (g, lane), total in sums.items():
             e.store(e.b.load(total), e.at(out, out_at, (g * lanes + lane) * LANES))
