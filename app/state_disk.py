@@ -1,27 +1,50 @@
 """Calls the disk that holds the server's own files, and stops waiting for it after a deadline. A thread inside a system
 call cannot be stopped; its caller can."""
 
+import errno
 import logging
+import sqlite3
 import threading
 import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from queue import SimpleQueue
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, Literal, TypeVar, cast
 
 T = TypeVar("T")
+State = Literal["used", "away", "full", "read_only", "failing"]
 DEADLINE_S = 5.0  # the longest wait for one call, the same as for a read of KV
 FIRST_PAUSE_S = 0.5  # before a disk that was given up is called again; doubled if it is given up again soon
 LONGEST_PAUSE_S = 30.0
 SETTLED_S = 60.0  # a disk that was used for so long begins with the first pause again
 END_S = 0.2  # longest wait for a thread to end
+_PROBLEMS: dict[State, str] = {
+    "away": "it does not answer",
+    "full": "it is full",
+    "read_only": "it cannot be written to",
+    "failing": "it reports errors",
+}
+_BY_ERRNO: dict[int | None, State] = {
+    errno.ENOSPC: "full",
+    errno.EDQUOT: "full",
+    errno.EROFS: "read_only",
+    errno.EACCES: "read_only",
+    errno.EPERM: "read_only",
+}
+_BY_SQLITE: dict[int, State] = {  # the others are no fault of the disk
+    sqlite3.SQLITE_FULL: "full",
+    sqlite3.SQLITE_READONLY: "read_only",
+    sqlite3.SQLITE_PERM: "read_only",
+    sqlite3.SQLITE_IOERR: "failing",
+    sqlite3.SQLITE_CANTOPEN: "failing",
+}
 log = logging.getLogger(__name__)
 _here = threading.local()  # `job`: what a thread that calls a disk does now
 
 
 class DiskAway(Exception):
-    """The disk did not answer in time, or is not called because it did not lately."""
+    """The disk did not answer in time, is not called because it did not lately, or cannot be written to."""
 
 
 class StateDisk:
@@ -38,6 +61,28 @@ class StateDisk:
         self._num_overdue = 0
         self._used_s = time.monotonic()  # from when on it is used
         self._pause_s = FIRST_PAUSE_S
+        self._refusal: State = "used"  # why it did not take the last write; "used": it did
+
+    @property
+    def state(self) -> State:
+        """What can be done with the disk: "used" all, "away" nothing; else it is read, and not written."""
+        return "away" if self.is_away else self._refusal
+
+    @property
+    def problem(self) -> str | None:
+        """Why nothing new is kept on the disk, for people; None: it is."""
+        return _PROBLEMS.get(self.state)
+
+    def refused(self, error: Exception) -> None:
+        """Note an error of a write. One that is no fault of the disk changes nothing."""
+        if isinstance(error, OSError):
+            self._refusal = _BY_ERRNO.get(error.errno, "failing")
+        else:
+            self._refusal = _BY_SQLITE.get(getattr(error, "sqlite_errorcode", 0) & 0xFF, self._refusal)
+
+    def took(self) -> None:
+        """Note that a write has succeeded."""
+        self._refusal = "used"
 
     @property
     def is_away(self) -> bool:

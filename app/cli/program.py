@@ -96,6 +96,8 @@ def serve(
         if as_panel:
             sampling = app.state.readiness.sampling_defaults
             state_problem = app.state.state_dir.problem
+            if state_problem is None and (why := app.state.state_disk.problem) is not None:
+                state_problem = f"no new conversations are kept in {settings.state_dir} for now: {why}"
             console.print(
                 panel(settings, model, url, keys=len(app.state.keyring), sampling=sampling, state_problem=state_problem)
             )

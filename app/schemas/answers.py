@@ -494,7 +494,7 @@ class CacheStatsObject(_Answer):
     mode: str
     sessions: int
     tiers: dict[str, TierUse]
-    problems: dict[str, str]  # tier that is not used now -> why
+    problems: dict[str, str]  # tier that is not used now -> why; "state": transcripts and responses
     prompt_tokens: dict[str, int]
     hit_rate: float | None
     hit_rates: dict[str, float | None]
@@ -526,7 +526,9 @@ class Health(_Answer):
     engine: str
     # state of the circuit breaker for Redis; closed: Redis is used
     redis: Literal["closed", "open", "half_open"] | None = None
-    disk: Literal["used", "away"] | None = None  # away: it does not answer, and is used again when it does
+    # away: it does not answer, and is used again when it does; the last three: it is read, and nothing new is kept
+    disk: Literal["used", "away", "full", "read_only", "failing"] | None = None
+    disk_problem: str | None = None  # why the disk keeps no new transcripts and responses
 
 
 class FleetReplica(_Answer):
