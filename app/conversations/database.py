@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from reprise.app.state_disk import DiskAway, StateDisk
+from reprise.app.state_disk import DiskAway, StateDisk, long_call
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -187,7 +187,8 @@ class Database:
         copy = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         try:
             _make_private(copy)
-            self._db.execute("VACUUM INTO ?", (str(copy),))
+            with long_call():
+                self._db.execute("VACUUM INTO ?", (str(copy),))
             self._close()
             _remove_logs(path)  # they are still there if the directory is
             copy.replace(path)

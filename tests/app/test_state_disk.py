@@ -7,7 +7,7 @@ import time
 import pytest
 
 from reprise.app import state_disk
-from reprise.app.state_disk import DiskAway, StateDisk
+from reprise.app.state_disk import DiskAway, StateDisk, long_call
 
 
 def wait_until(condition, seconds: float = 10.0) -> None:
@@ -155,3 +155,28 @@ def test_it_says_why_it_does_not_take_writes_until_it_takes_one(error, state):
     assert (disk.problem is None) == (state == "used")
     disk.took()
     assert (disk.state, disk.problem) == ("used", None)
+
+
+def test_a_call_that_takes_long_does_not_give_the_disk_up(disk):
+    gate, done = threading.Event(), []
+    one, other = disk.thread("disk-a"), disk.thread("disk-b")
+
+    def copy() -> None:
+        with long_call():
+            gate.wait(10)
+        done.append(1)
+
+    with pytest.raises(DiskAway) as away:
+        one.run(copy)
+    assert away.value.is_under_way
+    assert not disk.is_away
+    assert other.run(lambda: 7) == 7
+    started = time.monotonic()
+    with pytest.raises(DiskAway) as away:
+        one.run(lambda: done.append(2))
+    assert time.monotonic() - started < disk.deadline_s, "it is not waited for"
+    assert not away.value.is_under_way
+    gate.set()
+    wait_until(lambda: done == [1])
+    assert one.run(lambda: 5) == 5
+    assert not disk.is_away
