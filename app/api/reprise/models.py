@@ -129,10 +129,12 @@ def _describe(
 
 def _codec(settings: Settings, model: ModelInfo, stats: Stats | None) -> dict[str, Any]:
     checks = None if stats is None else stats.codec_checks
+    # The budget bounds what was measured. A codec that was not measured keeps to none.
+    budget = {} if model.codec_divergence is None else {"budget": settings.cache.codec_budget}
     return {
         "name": model.codec,
         "bytes": model.coded_bytes,
-        "budget": None if model.codec_divergence is None else settings.cache.codec_budget,
+        **budget,
         "divergence": model.codec_divergence,
         "is_on": codec_in_use(model, stats) != "raw",
         "checks": 0 if checks is None else sum(checks.counts),
