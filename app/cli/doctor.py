@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 from rich.table import Table
 
 from reprise.app.cli.clients.table import word_on_agents
@@ -35,6 +36,7 @@ HOW_TO_GET_A_MODEL = f"`make model` brings {SMOLLM2.name}, which knows something
 # For a checkout. pip skips packages of the right version, and `make setup` skips what it has set up before.
 _REINSTALL = "pip install --force-reinstall -c constraints.txt"
 _OTEL = "pip install opentelemetry-sdk opentelemetry-exporter-otlp-proto-http"
+ADDRESS_TIMEOUT_S = 2.0  # for what listens on the address
 PROBE_TIMEOUT_S = 120.0  # the first import of torch from a cold disk takes long
 
 # What a chat template may not take, by its name in /v1/models.
@@ -393,8 +395,24 @@ def _port(settings: Settings) -> Iterator[Finding]:
             pass
         yield Finding("address", Level.OK, f"{host}:{port} is free")
     except OSError as error:
+        if error.errno == errno.EADDRINUSE and _is_reprise(host, port):
+            yield Finding(
+                "address", Level.NOTE, f"Reprise runs there: {host}:{port}", "another server needs another --port"
+            )
+            return
         advice = "is a server running there already? else choose another --port or --host"
         yield Finding("address", Level.WARN, f"cannot listen on {problem_of_address(settings, error)}", advice)
+
+
+def _is_reprise(host: str, port: int) -> bool:
+    """Return whether a server or gateway of Reprise answers at an address."""
+    here = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
+    try:
+        answer = httpx.get(f"http://{f'[{here}]' if ':' in here else here}:{port}/health", timeout=ADDRESS_TIMEOUT_S)
+        health = answer.json()
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError):
+        return False
+    return isinstance(health, dict) and health.get("status") == "ok" and bool({"engine", "replicas"} & health.keys())
 
 
 def problem_of_address(settings: Settings, error: OSError) -> str:
