@@ -103,7 +103,11 @@ def _write(chosen: Client, served: Served, to: Path | None) -> None:
 
 
 def _test(chosen: Client, served: Served, server: Server) -> None:
-    outcome = attempt(DIALECTS[chosen.dialect], served.model, server.post)
+    try:
+        outcome = attempt(DIALECTS[chosen.dialect], served.model, server.post)
+    finally:
+        if left := server.delete_sessions():
+            _tell(f"the trial's conversation stays on the server: {', '.join(left)}")
     if outcome.call:
         _tell(f"{chosen.dialect}: a call was read: {outcome.call}")
     if outcome.prompt_tokens:
