@@ -13,6 +13,7 @@ from reprise.app.cli.clients.served import Served, Server, Unanswered
 from reprise.app.cli.clients.table import CLIENTS, Client, word_on_window
 from reprise.app.cli.clients.target_file import write
 from reprise.app.cli.clients.trial import DIALECTS, attempt
+from reprise.app.cli.whole_table import print_whole
 
 HERE = "http://127.0.0.1:8000"
 KEY_VARIABLE = "REPRISE_KEY"
@@ -70,7 +71,7 @@ def _list() -> None:
     for one in CLIENTS.values():
         tokens = f"{one.first_tokens:,} tokens" if one.first_tokens else "your own"
         table.add_row(one.title, one.name, one.dialect, tokens, str(_path_of(one) or ""))
-    Console(highlight=False).print(table)
+    print_whole(table)
 
 
 def _advise(chosen: Client, served: Served) -> None:
