@@ -57,7 +57,7 @@ def client(
             typer.echo(chosen.form.text(chosen.config(served)), nl=False)
             _advise(chosen, served)
         if word := word_on_window(chosen, served.window):
-            _tell(f"{word}; serve a model with a longer window, or raise model.max_context")
+            _tell(f"{word}; {served.way_to_longer}")
         if test:
             _test(chosen, served, server)
     except Unanswered as error:

@@ -96,7 +96,7 @@ def examine(
         *_memory(settings, has, expected),
         *look_at_model(settings),
         *_described(settings, has, libraries, model, expected),
-        *_window(expected),
+        *_window(settings, expected),
         *look_at_state(settings, expected, used_by),
         *look_at_redis(settings),
         *_port(settings),
@@ -366,10 +366,18 @@ def _calls(tokenizer: ChatTokenizer) -> Finding:
     return Finding("calls", Level.OK, found)
 
 
-def _window(expected: Expected | None) -> Iterator[Finding]:
-    window = 0 if expected is None else min(expected.hbm_tokens, expected.shape.window_tokens)
+def _window(settings: Settings, expected: Expected | None) -> Iterator[Finding]:
+    if expected is None:
+        return
+    most = expected.shape.window_tokens
+    window = min(expected.hbm_tokens, most)
     if window and (word := word_on_agents(window)):
-        yield Finding("agents", Level.NOTE, word, "a model with a longer window, or raise model.max_context")
+        advice = "a model with a longer window"
+        if window < most:
+            advice += ", or more memory for KV (cache.hbm_tokens)"
+        elif most == settings.model.max_context:
+            advice += ", or raise model.max_context"
+        yield Finding("agents", Level.NOTE, word, advice)
 
 
 def _gguf(file: Path) -> Finding:

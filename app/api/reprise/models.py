@@ -80,7 +80,12 @@ def _describe(
         "context_length": model.max_context,
         "context_window": model.max_context,
         "max_output_tokens": min(model.max_context // 4, MAX_RESERVED_TOKENS),
-        "meta": {"n_ctx": model.max_context, "n_params": model.parameters, "n_vocab": model.vocab_size},
+        "meta": {
+            "n_ctx": model.max_context,
+            "n_ctx_train": model.own_context,
+            "n_params": model.parameters,
+            "n_vocab": model.vocab_size,
+        },
         "supported_parameters": [*PARAMETERS, *(TOOL_PARAMETERS if readiness.takes_chats else ())],
         "architecture": model.architecture,
         "parameters": model.parameters,

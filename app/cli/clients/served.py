@@ -29,6 +29,15 @@ class Served:
     output_tokens: int  # how much of the window a client keeps free for an answer
     thinks: bool
     key_variable: str  # environment variable that holds the key; "": the server wants none
+    own_window: int = 0  # the longest window that the model supports; 0: the server does not say
+
+    @property
+    def way_to_longer(self) -> str:
+        """What to do where the window is too short."""
+        advice = "serve a model with a longer window"
+        if self.window < self.own_window:
+            advice += ", or raise model.max_context, or cache.hbm_tokens where that ends it"
+        return advice
 
     @property
     def base(self) -> str:
@@ -67,6 +76,7 @@ class Server:
             url=self._url,
             model=model["id"],
             window=window,
+            own_window=(model.get("meta") or {}).get("n_ctx_train") or 0,
             output_tokens=model.get("max_output_tokens") or window // 4,
             thinks=bool(model.get("capabilities", {}).get("reasoning")),
             key_variable=self._key_variable if self._is_given else "",
