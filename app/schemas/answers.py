@@ -47,6 +47,9 @@ class CacheUse(_Answer):
     in the window."""
 
     session_id: str = Field(description="the conversation that the request was found to be")
+    resumed: bool = Field(
+        description="another server of the fleet began the answer: the tokens and times are those with which it began"
+    )
     hbm_tokens: int = Field(description="prompt tokens whose KV was in HBM")
     dram_tokens: int = Field(description="prompt tokens whose KV was loaded from DRAM")
     disk_tokens: int = Field(description="prompt tokens whose KV was loaded from disk")
