@@ -68,7 +68,7 @@ class StateDisk:
 
     @property
     def state(self) -> State:
-        """What can be done with the disk: "used" all, "away" nothing; else it is read, and not written."""
+        """The use of the disk: "used": it is read and written; "away": neither; else it is only read."""
         return "away" if self.is_away else self._refusal
 
     @property
@@ -174,7 +174,7 @@ class DiskThread:
         self._disk, self._name = disk, name
         self._lock = threading.Lock()  # guards the state of jobs, and the start
         self._jobs: SimpleQueue[_Job[Any] | None] = SimpleQueue()  # None ends the thread
-        self._last: _Job[Any] | None = None  # that was begun or is to be
+        self._last: _Job[Any] | None = None  # the newest job, begun or not
         self._thread: threading.Thread | None = None
         self._is_closed = False
 
@@ -199,7 +199,7 @@ class DiskThread:
                     if job.begun and not job.is_long:
                         job.has_given_up = True
                         self._disk.give_up()
-                    else:  # or the one before it hangs, and has given the disk up
+                    else:  # it may take long, or the one before it hangs and has given the disk up
                         self._disk.failures += 1
                     away = DiskAway(f"no answer for {self._disk.deadline_s:g} s")
                     away.is_under_way = job.begun

@@ -28,7 +28,7 @@ from reprise.loadgen.report import html_page, tables
 from reprise.loadgen.workloads.workload import Conversation
 
 console = Console(stderr=True, highlight=False)
-_WIDE_COLUMNS = 400  # of tables that no terminal shows
+_WIDE_COLUMNS = 400  # width of tables that no terminal shows
 cli = typer.Typer(add_completion=False)
 
 

@@ -296,7 +296,7 @@ class TranscriptStore:
             rows = self._db.execute(f"SELECT id FROM sessions WHERE {_OF_TENANT} LIMIT {_MAX_SALTS}", values).fetchall()
             count = self._messages.entitle([row[0] for row in rows], title)
         if not count and (problem := self._db.problem) is not None:
-            raise DiskAway(problem)  # so that its messages may be missing for that alone
+            raise DiskAway(problem)  # its messages may be missing for that alone
         return count
 
     @_forgiving(list, is_asked=True)

@@ -33,7 +33,7 @@ class Served:
 
     @property
     def way_to_longer(self) -> str:
-        """What to do where the window is too short."""
+        """Advice for a window that is too short."""
         advice = "serve a model with a longer window"
         if self.window < self.own_window:
             advice += ", or raise model.max_context, or cache.hbm_tokens where that ends it"
@@ -58,7 +58,7 @@ class Server:
         key = os.environ.get(key_variable, "")
         self._key_variable, self._is_given = key_variable, bool(key)
         self._headers = {"authorization": f"Bearer {key}"} if key else {}
-        self._sessions: dict[str, None] = {}  # that `post` has made, in order
+        self._sessions: dict[str, None] = {}  # sessions that `post` has made, in order
 
     def served(self, name: str | None) -> Served:
         """Return what a client needs to know. name: the model, where several are served."""

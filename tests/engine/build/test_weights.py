@@ -42,7 +42,7 @@ def test_names_of_no_model_are_refused(name: str, message: str) -> None:
 
 
 def refusal(kind: type[Exception], status: int) -> Exception:
-    """What the hub's client raises, with its advice for programmers below the first line."""
+    """Return what the hub's client raises, with its advice for programmers below the first line."""
     response = httpx.Response(status, request=httpx.Request("GET", "https://huggingface.co/api/models/a/b"))
     return kind("it cannot\n\nAdvice for programmers.", response=response)
 
