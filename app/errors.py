@@ -309,9 +309,10 @@ def install_handlers(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
             found = [route for route in routes if route.matches(request.scope)[0] is not Match.NONE]
             methods = {method for route in found for method in getattr(route, "methods", ())}
             # Routing names those of the first route alone, and HEAD is answered wherever GET is.
-            allowed = sorted(methods | ({"HEAD"} if "GET" in methods else set()) | {"OPTIONS"})
-            headers = {"allow": ", ".join(allowed)}
             is_of_browser = "access-control-request-method" in request.headers  # it asks for another site's page
+            methods |= {"HEAD"} if "GET" in methods else set()
+            methods |= set() if request.method == "OPTIONS" and is_of_browser else {"OPTIONS"}
+            headers = {"allow": ", ".join(sorted(methods))}
             if request.method == "OPTIONS" and not is_of_browser:  # HAProxy asks so whether a server is there
                 return Response(status_code=204, headers=headers)
             message = f"Method {request.method[:20]} is not allowed for {request.url.path[:200]}."

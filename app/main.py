@@ -108,7 +108,7 @@ def compose(settings: Settings, engine: EnginePort | None) -> Parts:
         engine = make_engine(settings, state_dir)
     text_thread = TextThread(make_transcripts(settings, state_dir.path, state_disk))
     metrics = Metrics(engine=engine, active=lambda: len(service.generations))
-    live = Live(engine=engine, places=MAX_WATCHERS)
+    live = Live(engine=engine, places=MAX_WATCHERS, state_disk=state_disk)
     observers: list[TurnObserver] = [metrics, live]
     if tracer is not None:
         observers.append(tracer)
@@ -157,7 +157,9 @@ def compose(settings: Settings, engine: EnginePort | None) -> Parts:
         engine=engine,
         keyring=keyring,
         hooks=hooks,
-        secret_keeper=SecretKeeper(state_dir.path, None if is_elsewhere else secret, state_disk),
+        secret_keeper=SecretKeeper(
+            state_dir.path, None if is_elsewhere else secret, state_disk, is_written=state_dir.is_secret_written
+        ),
         text_thread=text_thread,
         readiness=readiness,
         sessions=sessions,

@@ -18,6 +18,7 @@ from reprise.engine.build.resources import within
 
 SECRET_BYTES = 32
 SECRET_FILE = "tenant_secret"
+_TRIAL_BYTES = 1 << 16  # a few pages of a database
 LOOK_S = 5.0  # between two looks whether the secret is still there
 PATIENCE_S = 5.0  # longest wait of a start for the disk with the state directory
 _NOT_WRITABLE = {errno.EROFS, errno.ENOSPC, errno.EDQUOT}
@@ -42,12 +43,13 @@ class DamagedSecret(ValueError):
 class StateDir:
     """The directory in which a process keeps its files, and its secret. problem: why that is a temporary directory and
     not the one of the settings, for people; None: it is that. is_own_secret: whether the secret is that of the
-    installation, so that stored KV can be used."""
+    installation, so that stored KV can be used. is_secret_written: whether the secret's file is there."""
 
     path: Path
     secret: bytes
     problem: str | None = None
     is_own_secret: bool = True
+    is_secret_written: bool = True
 
 
 def open_state_dir(state_dir: Path, file: Path | None = None) -> StateDir:
@@ -59,7 +61,8 @@ def open_state_dir(state_dir: Path, file: Path | None = None) -> StateDir:
     try:
         secret = within(PATIENCE_S, lambda: load_tenant_secret(state_dir, file))
         within(PATIENCE_S, lambda: _try_to_write(state_dir))
-        return StateDir(state_dir, secret)
+        is_written = within(PATIENCE_S, lambda: os.path.lexists(_path(state_dir)))
+        return StateDir(state_dir, secret, is_secret_written=is_written)
     except TimeoutError as error:
         problem = str(error)
     except OSError as error:
@@ -150,13 +153,19 @@ def _given_secret(path: Path) -> bytes:
 
 class SecretKeeper:
     """A keeper of a running server's secret: if the file is deleted, it writes it again, since without it the next
-    server could read none of the stored KV."""
+    server could read none of the stored KV. It also tries whether the disk takes writes: once at the start, and again
+    and again after one was refused, so that the disk's state is told rightly where nothing is to be written."""
 
-    def __init__(self, state_dir: Path, secret: bytes | None, disk: StateDisk | None = None) -> None:
-        """Set up. secret: None if it is in a file of its own, which is left alone. disk: that of the directory."""
+    def __init__(
+        self, state_dir: Path, secret: bytes | None, disk: StateDisk | None = None, *, is_written: bool = True
+    ) -> None:
+        """Set up. secret: None if it is in a file of its own, which is left alone. disk: that of the directory.
+        is_written: whether the secret's file is there, or was."""
         self._state_dir, self._secret = state_dir, secret
-        self._has_failed = False
-        self._thread = (disk or StateDisk()).thread("disk-secret")
+        self._has_failed, self._has_been_there = False, is_written
+        self._disk = disk or StateDisk()
+        self._is_tried = False  # whether a page was ever written as a trial
+        self._thread = self._disk.thread("disk-secret")
 
     async def run(self, *, look_s: float = LOOK_S) -> None:
         """Call `look` every `look_s` seconds, until cancelled."""
@@ -175,18 +184,35 @@ class SecretKeeper:
             await asyncio.to_thread(self._thread.run, self.look)
 
     def look(self) -> None:
-        """Write the secret again if its file was deleted. A failure is logged once."""
-        if self._secret is None or os.path.lexists(_path(self._state_dir)):
-            self._has_failed = False
+        """Write the secret if its file was deleted, or could not be written before. A failure is logged once."""
+        self._try()
+        path = _path(self._state_dir)
+        if self._secret is None or os.path.lexists(path):
+            self._has_been_there, self._has_failed = True, False
             return
+        why = "was deleted" if self._has_been_there else "is not there"
         try:
             _publish(self._state_dir, self._secret)
-            log.warning("%s was deleted; it is written anew", _path(self._state_dir))
+            log.warning("%s %s; it is written anew" if self._has_been_there else "%s %s; it is written", path, why)
         except OSError as error:
+            self._disk.refused(error)
             if not self._has_failed:
-                problem = "%s was deleted and cannot be written anew (%s); what is saved is lost with this process"
-                log.error(problem, _path(self._state_dir), error)
+                problem = "%s %s and cannot be written %snow (%s); what is saved is lost with this process until it is"
+                log.error(problem, path, why, "anew " if self._has_been_there else "", error)
             self._has_failed = True
+
+    def _try(self) -> None:
+        if self._is_tried and self._disk.state == "used":
+            return
+        self._is_tried = True
+        try:
+            with tempfile.TemporaryFile(dir=self._state_dir) as file:
+                file.write(bytes(_TRIAL_BYTES))
+            self._disk.took()
+        except FileNotFoundError:
+            pass  # the directory was deleted; that is told below
+        except OSError as error:
+            self._disk.refused(error)
 
 
 def weakness(directory: Path) -> tuple[str, str] | None:

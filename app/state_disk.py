@@ -1,27 +1,53 @@
 """Calls the disk that holds the server's own files, and stops waiting for it after a deadline. A thread inside a system
 call cannot be stopped; its caller can."""
 
+import errno
 import logging
+import sqlite3
 import threading
 import time
 import weakref
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from queue import SimpleQueue
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, Literal, TypeVar, cast
 
 T = TypeVar("T")
+State = Literal["used", "away", "full", "read_only", "failing"]
 DEADLINE_S = 5.0  # the longest wait for one call, the same as for a read of KV
 FIRST_PAUSE_S = 0.5  # before a disk that was given up is called again; doubled if it is given up again soon
 LONGEST_PAUSE_S = 30.0
 SETTLED_S = 60.0  # a disk that was used for so long begins with the first pause again
 END_S = 0.2  # longest wait for a thread to end
+_PROBLEMS: dict[State, str] = {
+    "away": "it does not answer",
+    "full": "it is full",
+    "read_only": "it cannot be written to",
+    "failing": "it reports errors",
+}
+_BY_ERRNO: dict[int | None, State] = {
+    errno.ENOSPC: "full",
+    errno.EDQUOT: "full",
+    errno.EROFS: "read_only",
+    errno.EACCES: "read_only",
+    errno.EPERM: "read_only",
+}
+_BY_SQLITE: dict[int, State] = {  # the others are no fault of the disk
+    sqlite3.SQLITE_FULL: "full",
+    sqlite3.SQLITE_READONLY: "read_only",
+    sqlite3.SQLITE_PERM: "read_only",
+    sqlite3.SQLITE_IOERR: "failing",
+    sqlite3.SQLITE_CANTOPEN: "failing",
+}
 log = logging.getLogger(__name__)
 _here = threading.local()  # `job`: what a thread that calls a disk does now
 
 
 class DiskAway(Exception):
-    """The disk did not answer in time, or is not called because it did not lately."""
+    """The disk did not answer in time, is not called because it did not lately, or cannot be written to.
+    is_under_way: the call goes on, and may do later what it was to do."""
+
+    is_under_way = False
 
 
 class StateDisk:
@@ -38,6 +64,28 @@ class StateDisk:
         self._num_overdue = 0
         self._used_s = time.monotonic()  # from when on it is used
         self._pause_s = FIRST_PAUSE_S
+        self._refusal: State = "used"  # why it did not take the last write; "used": it did
+
+    @property
+    def state(self) -> State:
+        """The use of the disk: "used": it is read and written; "away": neither; else it is only read."""
+        return "away" if self.is_away else self._refusal
+
+    @property
+    def problem(self) -> str | None:
+        """Why nothing new is kept on the disk, for people; None: it is."""
+        return _PROBLEMS.get(self.state)
+
+    def refused(self, error: Exception) -> None:
+        """Note an error of a write. One that is no fault of the disk changes nothing."""
+        if isinstance(error, OSError):
+            self._refusal = _BY_ERRNO.get(error.errno, "failing")
+        else:
+            self._refusal = _BY_SQLITE.get(getattr(error, "sqlite_errorcode", 0) & 0xFF, self._refusal)
+
+    def took(self) -> None:
+        """Note that a write has succeeded."""
+        self._refusal = "used"
 
     @property
     def is_away(self) -> bool:
@@ -90,14 +138,29 @@ def require_wanted() -> None:
         raise DiskAway("nobody waits for it any more")
 
 
+@contextmanager
+def long_call() -> Iterator[None]:
+    """A part of a call that may take longer than the deadline where the disk answers, such as one that copies a whole
+    file. Its caller stops waiting all the same, and later calls of this thread fail until it has ended; but that is no
+    reason to give the disk up."""
+    job: _Job[Any] | None = getattr(_here, "job", None)
+    if job is not None:
+        job.is_long = True
+    try:
+        yield
+    finally:
+        if job is not None:
+            job.is_long = False
+
+
 class _Job(Generic[T]):
-    __slots__ = ("abandoned", "begun", "done", "error", "is_over", "result", "work")
+    __slots__ = ("abandoned", "begun", "done", "error", "has_given_up", "is_long", "is_over", "result", "work")
 
     def __init__(self, work: Callable[[], T]) -> None:
         self.work = work
         self.done = threading.Lock()  # unlocked when the job is over; costs a fifth of an Event
         self.done.acquire()
-        self.begun = self.is_over = self.abandoned = False
+        self.begun = self.is_over = self.abandoned = self.is_long = self.has_given_up = False
         self.result: T | None = None
         self.error: BaseException | None = None
 
@@ -111,6 +174,7 @@ class DiskThread:
         self._disk, self._name = disk, name
         self._lock = threading.Lock()  # guards the state of jobs, and the start
         self._jobs: SimpleQueue[_Job[Any] | None] = SimpleQueue()  # None ends the thread
+        self._last: _Job[Any] | None = None  # the newest job, begun or not
         self._thread: threading.Thread | None = None
         self._is_closed = False
 
@@ -122,18 +186,24 @@ class DiskThread:
         self._disk.require()
         if self._is_closed:
             raise DiskAway("it was closed")
-        job = _Job(work)
+        if (last := self._last) is not None and last.is_long and last.abandoned:
+            self._disk.failures += 1
+            raise DiskAway("a call that takes long goes on")
+        self._last = job = _Job(work)
         self._start()
         self._jobs.put(job)
         if not job.done.acquire(timeout=self._disk.deadline_s):
             with self._lock:
                 if not job.is_over:
                     job.abandoned = True
-                    if job.begun:
+                    if job.begun and not job.is_long:
+                        job.has_given_up = True
                         self._disk.give_up()
-                    else:  # the one before it hangs, and has given the disk up
+                    else:  # it may take long, or the one before it hangs and has given the disk up
                         self._disk.failures += 1
-                    raise DiskAway(f"no answer for {self._disk.deadline_s:g} s")
+                    away = DiskAway(f"no answer for {self._disk.deadline_s:g} s")
+                    away.is_under_way = job.begun
+                    raise away
         if job.error is not None:
             raise job.error
         return cast(T, job.result)
@@ -179,8 +249,7 @@ def _serve(
             _here.job = None
         with lock:
             job.is_over = True
-            was_abandoned = job.abandoned
-        if was_abandoned:
+        if job.has_given_up:
             disk.came_back(job.error)
         job.done.release()
         del job  # its values would otherwise live until the next job

@@ -178,6 +178,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     attention_backend: str
     max_context: int
+    own_context: int = 0  # the longest window that the model supports; 0: not known
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     media_token_ids: tuple[int, ...] = ()  # stand for images, videos and sounds, which the text model cannot read

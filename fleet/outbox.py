@@ -59,10 +59,14 @@ class Outbox:
 
     def put(self, entry: Unsent) -> None:
         """Add an entry at the end, instead of the session's earlier one."""
-        self.dropped += self._in_time(partial(self._put, entry), 1)
+        try:
+            self._run(partial(self._put, entry))
+        except DiskAway as error:
+            if not error.is_under_way:  # else it counts what becomes of it, when it ends
+                self.dropped += 1
 
-    def _put(self, entry: Unsent) -> int:
-        """Do what `put` does. Returns how many entries had no room."""
+    def _put(self, entry: Unsent) -> None:
+        """Do what `put` does, and count the entries that had no room."""
         dropped = 0
         name = _name(entry.tenant, entry.session_id, entry.salt)
         try:
@@ -81,8 +85,8 @@ class Outbox:
         except sqlite3.Error as error:
             self._db.recover(error)
             dropped += 1
+        self.dropped += dropped
         self._count()
-        return dropped
 
     def first(self, count: int) -> list[Unsent]:
         """Return the `count` entries that have waited longest. One that cannot be decoded is removed."""
@@ -121,7 +125,14 @@ class Outbox:
         self._db.close()
 
     def _in_time(self, work: Callable[[], T], instead: T) -> T:
-        """Forget what is to be forgotten, and return what `work` does then; `instead` if the disk does not answer."""
+        """Return what `work` does, as `_run`; `instead` if the disk does not answer."""
+        try:
+            return self._run(work)
+        except DiskAway:
+            return instead
+
+    def _run(self, work: Callable[[], T]) -> T:
+        """Forget what is to be forgotten, and return what `work` does then. Raises DiskAway."""
 
         def call() -> T:
             if self._to_forget:
@@ -131,10 +142,7 @@ class Outbox:
                 self._db.scrub()
             return work()
 
-        try:
-            return self._db.run(call)
-        except DiskAway:
-            return instead
+        return self._db.run(call)
 
     def _delete(self, where: str, *values: bytes | int) -> None:
         try:

@@ -28,6 +28,7 @@ from reprise.loadgen.report import html_page, tables
 from reprise.loadgen.workloads.workload import Conversation
 
 console = Console(stderr=True, highlight=False)
+_WIDE_COLUMNS = 400  # width of tables that no terminal shows
 cli = typer.Typer(add_completion=False)
 
 
@@ -81,12 +82,20 @@ def load_command(
         started=started,
         token_times=output.token_times,
     )
-    tables.show(Console(), document)
+    tables.show(_on_stdout(), document)
     written = _write(document, output, title=output.out.stem if output.out else said["model"])
     requests = document["summary"]["requests"]
     if "context_length" in requests["errors"]:
         console.print("Some conversations outgrew the model's window: --max-context N or --scale makes them shorter.")
     raise typer.Exit(0 if finished and written and not requests["failed"] else 1)
+
+
+def _on_stdout() -> Console:
+    """Return the console for tables: outside of a terminal so wide that none is cut."""
+    console = Console()
+    if not console.is_terminal:
+        console.width = _WIDE_COLUMNS
+    return console
 
 
 @cli.command()
@@ -105,9 +114,9 @@ def compare(
         if html is not None:
             load_run.save(html_page.render(called, documents), html)
         if len(documents) == 1:
-            tables.show(Console(), documents[0])
+            tables.show(_on_stdout(), documents[0])
         else:
-            tables.compare(Console(), called, documents)
+            tables.compare(_on_stdout(), called, documents)
     except (ValueError, OSError) as error:
         raise _refuse(str(error)) from None
     except (KeyError, TypeError, AttributeError, IndexError) as error:

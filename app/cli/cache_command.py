@@ -8,16 +8,15 @@ from typing import Annotated, NamedTuple, Protocol
 
 import typer
 from rich.console import Console
-from rich.measure import Measurement
 from rich.table import Table
 
+from reprise.app.cli.whole_table import print_whole
 from reprise.app.settings.help import settings_of
 from reprise.app.settings.settings import GIB, Settings
 from reprise.engine.messages import given_salt, is_exact
 
 ANY_SETTING = {"allow_extra_args": True, "ignore_unknown_options": True}
 TOKEN_BYTES = 4
-MAX_COLUMNS = 2000
 UNREAD = frozenset({"io", "deadline"})  # reasons that prove nothing of a record: another try may read it
 
 cli = typer.Typer(
@@ -151,11 +150,10 @@ def list_sessions(context: typer.Context, config: Config = None) -> None:
             rows.append((session.last_used_s, cells))
     for _, cells in sorted(rows, reverse=True):
         table.add_row(*cells)
-    console = Console(highlight=False)
-    # in full width, because a shortened id is useless
-    width = Measurement.get(console, console.options.update(max_width=MAX_COLUMNS), table).maximum
-    console.width = max(console.width, width)
-    console.print(table if rows else f"No sessions in {settings.state_dir}.", markup=False)
+    if rows:
+        print_whole(table, is_always=True)  # a shortened id is useless
+    else:
+        Console(highlight=False).print(f"No sessions in {settings.state_dir}.", markup=False)
 
 
 @cli.command(context_settings=ANY_SETTING)
@@ -172,10 +170,9 @@ def stats(context: typer.Context, config: Config = None) -> None:
         cells = (*(f"{count:,}" for count in counts), f"{store.size_bytes / GIB:.3f}", share)
         table.add_row(store.fingerprint[:12], *cells)
         total += store.size_bytes
-    console = Console(highlight=False)
-    console.print(table)
+    print_whole(table)
     cap = "" if settings.cache.disk_gib == "auto" else f" of {settings.cache.disk_gib:g}"
-    console.print(f"{total / GIB:.3f}{cap} GiB in {settings.state_dir}", markup=False)
+    Console(highlight=False, soft_wrap=True).print(f"{total / GIB:.3f}{cap} GiB in {settings.state_dir}", markup=False)
 
 
 @cli.command(context_settings=ANY_SETTING)

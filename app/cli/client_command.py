@@ -13,6 +13,7 @@ from reprise.app.cli.clients.served import Served, Server, Unanswered
 from reprise.app.cli.clients.table import CLIENTS, Client, word_on_window
 from reprise.app.cli.clients.target_file import write
 from reprise.app.cli.clients.trial import DIALECTS, attempt
+from reprise.app.cli.whole_table import print_whole
 
 HERE = "http://127.0.0.1:8000"
 KEY_VARIABLE = "REPRISE_KEY"
@@ -56,7 +57,7 @@ def client(
             typer.echo(chosen.form.text(chosen.config(served)), nl=False)
             _advise(chosen, served)
         if word := word_on_window(chosen, served.window):
-            _tell(f"{word}; serve a model with a longer window, or raise model.max_context")
+            _tell(f"{word}; {served.way_to_longer}")
         if test:
             _test(chosen, served, server)
     except Unanswered as error:
@@ -70,7 +71,7 @@ def _list() -> None:
     for one in CLIENTS.values():
         tokens = f"{one.first_tokens:,} tokens" if one.first_tokens else "your own"
         table.add_row(one.title, one.name, one.dialect, tokens, str(_path_of(one) or ""))
-    Console(highlight=False).print(table)
+    print_whole(table)
 
 
 def _advise(chosen: Client, served: Served) -> None:
@@ -103,7 +104,11 @@ def _write(chosen: Client, served: Served, to: Path | None) -> None:
 
 
 def _test(chosen: Client, served: Served, server: Server) -> None:
-    outcome = attempt(DIALECTS[chosen.dialect], served.model, server.post)
+    try:
+        outcome = attempt(DIALECTS[chosen.dialect], served.model, server.post)
+    finally:
+        if left := server.delete_sessions():
+            _tell(f"the trial's conversation stays on the server: {', '.join(left)}")
     if outcome.call:
         _tell(f"{chosen.dialect}: a call was read: {outcome.call}")
     if outcome.prompt_tokens:

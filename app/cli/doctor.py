@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 from rich.table import Table
 
 from reprise.app.cli.clients.table import word_on_agents
@@ -35,6 +36,7 @@ HOW_TO_GET_A_MODEL = f"`make model` brings {SMOLLM2.name}, which knows something
 # For a checkout. pip skips packages of the right version, and `make setup` skips what it has set up before.
 _REINSTALL = "pip install --force-reinstall -c constraints.txt"
 _OTEL = "pip install opentelemetry-sdk opentelemetry-exporter-otlp-proto-http"
+ADDRESS_TIMEOUT_S = 2.0  # for what listens on the address
 PROBE_TIMEOUT_S = 120.0  # the first import of torch from a cold disk takes long
 
 # What a chat template may not take, by its name in /v1/models.
@@ -94,7 +96,7 @@ def examine(
         *_memory(settings, has, expected),
         *look_at_model(settings),
         *_described(settings, has, libraries, model, expected),
-        *_window(expected),
+        *_window(settings, expected),
         *look_at_state(settings, expected, used_by),
         *look_at_redis(settings),
         *_port(settings),
@@ -364,10 +366,18 @@ def _calls(tokenizer: ChatTokenizer) -> Finding:
     return Finding("calls", Level.OK, found)
 
 
-def _window(expected: Expected | None) -> Iterator[Finding]:
-    window = 0 if expected is None else min(expected.hbm_tokens, expected.shape.window_tokens)
+def _window(settings: Settings, expected: Expected | None) -> Iterator[Finding]:
+    if expected is None:
+        return
+    most = expected.shape.window_tokens
+    window = min(expected.hbm_tokens, most)
     if window and (word := word_on_agents(window)):
-        yield Finding("agents", Level.NOTE, word, "a model with a longer window, or raise model.max_context")
+        advice = "a model with a longer window"
+        if window < most:
+            advice += ", or more memory for KV (cache.hbm_tokens)"
+        elif most == settings.model.max_context:
+            advice += ", or raise model.max_context"
+        yield Finding("agents", Level.NOTE, word, advice)
 
 
 def _gguf(file: Path) -> Finding:
@@ -393,8 +403,24 @@ def _port(settings: Settings) -> Iterator[Finding]:
             pass
         yield Finding("address", Level.OK, f"{host}:{port} is free")
     except OSError as error:
+        if error.errno == errno.EADDRINUSE and _is_reprise(host, port):
+            yield Finding(
+                "address", Level.NOTE, f"Reprise runs there: {host}:{port}", "another server needs another --port"
+            )
+            return
         advice = "is a server running there already? else choose another --port or --host"
         yield Finding("address", Level.WARN, f"cannot listen on {problem_of_address(settings, error)}", advice)
+
+
+def _is_reprise(host: str, port: int) -> bool:
+    """Return whether a server or gateway of Reprise answers at an address."""
+    here = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
+    try:
+        answer = httpx.get(f"http://{f'[{here}]' if ':' in here else here}:{port}/health", timeout=ADDRESS_TIMEOUT_S)
+        health = answer.json()
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError):
+        return False
+    return isinstance(health, dict) and health.get("status") == "ok" and bool({"engine", "replicas"} & health.keys())
 
 
 def problem_of_address(settings: Settings, error: OSError) -> str:

@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from reprise.app.cli.whole_table import print_whole
 from reprise.app.settings.help import ServeCommand, settings_of
 from reprise.app.settings.sources import parse_flags, variable_of
 
@@ -129,7 +130,7 @@ def status(url: Url = HERE) -> None:
             "" if wait_s is None else f"{wait_s:.2f} s",
             replica["url"],
         )
-    Console(highlight=False).print(table)
+    print_whole(table)
     if fleet["redis"]["state"] != "ok":
         console.print("reprise: the fleet's Redis does not answer; this is what was known before", markup=False)
 

@@ -23,6 +23,7 @@ from reprise.app.cli.finding import Level
 from reprise.app.cli.model_findings import describe
 from reprise.app.cli.ready_panel import panel
 from reprise.app.cli.session_findings import look_at_session
+from reprise.app.cli.whole_table import print_whole
 from reprise.app.conversations.redis_store import RedisStoreUnavailable
 from reprise.app.http.server import HttpServer, log_failure
 from reprise.app.main import TRANSCRIPTS_FILE, create_app
@@ -96,6 +97,8 @@ def serve(
         if as_panel:
             sampling = app.state.readiness.sampling_defaults
             state_problem = app.state.state_dir.problem
+            if state_problem is None and (why := app.state.state_disk.problem) is not None:
+                state_problem = f"no new conversations are kept in {settings.state_dir} for now: {why}"
             console.print(
                 panel(settings, model, url, keys=len(app.state.keyring), sampling=sampling, state_problem=state_problem)
             )
@@ -189,7 +192,7 @@ def examine(
         findings = list(look_at_session(settings.state_dir / TRANSCRIPTS_FILE, session))
     else:
         findings = doctor.examine(settings, used_by=used_by, describe=describe if settings.model.source else None)
-    Console(highlight=False).print(doctor.report(findings))
+    print_whole(doctor.report(findings))
     if any(finding.level is Level.FAIL for finding in findings):
         raise typer.Exit(1)
 
@@ -233,7 +236,7 @@ def list_settings(
     from: a flag, the environment, the file or the default. Keys and passwords are not shown."""
     named = {"model.source": model, "server.host": host, "server.port": port}
     for table in values(*settings_and_origins_of(context, config, named)):
-        Console().print(table)
+        print_whole(table)
 
 
 def _prepare(settings: Settings) -> FastAPI:

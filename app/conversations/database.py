@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from reprise.app.state_disk import DiskAway, StateDisk
+from reprise.app.state_disk import DiskAway, StateDisk, long_call
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -60,9 +60,15 @@ class Database:
         self._rewrite_s = 0.0  # when a deleted file may be written anew
         self._is_open = False
         self._told_s = float("-inf")  # when it was last said that an operation has failed
-        self._thread = None if path is None else (disk or StateDisk()).thread(f"disk-{path.stem}")
+        self._disk = disk or StateDisk()
+        self._thread = None if path is None else self._disk.thread(f"disk-{path.stem}")
         with suppress(DiskAway):
             self.run(lambda: None)
+
+    @property
+    def problem(self) -> str | None:
+        """Why nothing new is kept in the file now, for people; None: it is, or there is no file."""
+        return None if self._path is None else self._disk.problem
 
     def run(self, work: Callable[[], T]) -> T:
         """Return or raise what `work` does with this database. Raises DiskAway if the disk does not answer in time.
@@ -86,9 +92,12 @@ class Database:
         if time.monotonic() >= self._rewrite_s:
             self._keep_file()
         self._db.execute("BEGIN IMMEDIATE")
+        before = self._db.total_changes
         try:
             yield
             self._db.execute("COMMIT")
+            if self._file is not None and self._db.total_changes > before:  # else nothing was written there
+                self._disk.took()
         except BaseException:
             with suppress(sqlite3.Error):
                 self._db.execute("ROLLBACK")
@@ -97,6 +106,7 @@ class Database:
     def recover(self, error: sqlite3.Error) -> bool:
         """Recover from an error in use, by replacing a damaged database. Returns whether all that was in it is gone."""
         if not _is_damage(error):
+            self._disk.refused(error)
             if time.monotonic() - self._told_s > TOLD_EVERY_S:
                 self._told_s = time.monotonic()
                 log.warning("the database cannot do this now: %s", error)
@@ -177,7 +187,8 @@ class Database:
         copy = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         try:
             _make_private(copy)
-            self._db.execute("VACUUM INTO ?", (str(copy),))
+            with long_call():
+                self._db.execute("VACUUM INTO ?", (str(copy),))
             self._close()
             _remove_logs(path)  # they are still there if the directory is
             copy.replace(path)
@@ -191,6 +202,8 @@ class Database:
     def _open_instead(self, error: Exception) -> sqlite3.Connection:
         """Open what is possible after an error: a new file in place of a damaged one, the file itself without other
         processes, or a database in memory."""
+        if not _is_damage(error):
+            self._disk.refused(error)
         if self._path is not None and not _is_busy(error):  # a busy file is in order, and another process uses it
             try:
                 if _is_damage(error):

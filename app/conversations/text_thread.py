@@ -109,12 +109,12 @@ class TextThread:
         return await self._asked(self._transcripts.names)
 
     async def _asked(self, call: Callable[[], T], *, code: str = "unavailable") -> T:
-        """Do on the thread what a client asks for by name. Raises ApiError 503 with this code while the disk does not
-        answer."""
+        """Do on the thread what a client asks for by name. Raises ApiError 503 with this code, and the cause, while the
+        disk does not answer or cannot be written to."""
         try:
             return await asyncio.get_running_loop().run_in_executor(self._executor, call)
-        except DiskAway:
-            message = "The disk that keeps conversations does not answer; try again when it does."
+        except DiskAway as error:
+            message = f"The disk that keeps conversations cannot do this now: {error}. Try again when it can."
             raise unavailable(message, code=code, retry_after_s=5.0) from None
 
     def sweep(self, now: float) -> None:

@@ -142,7 +142,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 def _forgiving(default: Callable[[], Any], *, is_asked: bool = False) -> Callable[[Method], Method]:
     """Return a decorator that has a method run within the disk's deadline, and return `default()` if the database
     fails: that costs a request its reuse, never the request. is_asked: a client asked for this very thing, so DiskAway
-    is raised."""
+    is raised, also where the database cannot be read or written now."""
 
     def decorate(method: Method) -> Method:
         @functools.wraps(method)
@@ -151,7 +151,8 @@ def _forgiving(default: Callable[[], Any], *, is_asked: bool = False) -> Callabl
                 try:
                     return method(self, *args, **kwargs)
                 except sqlite3.Error as error:
-                    self.recover(error)
+                    if not self.recover(error) and is_asked:
+                        raise DiskAway(self._db.problem or "it cannot be used now") from error
                     return default()
 
             try:
@@ -167,9 +168,9 @@ def _forgiving(default: Callable[[], Any], *, is_asked: bool = False) -> Callabl
 
 
 class TranscriptStore:
-    """A store of recorded answers, used from one thread at a time. No method raises because of the database: the
-    failure is logged, and nothing is found. While the disk does not answer, nothing is found or recorded either, and
-    what a client asks for by name raises DiskAway."""
+    """A store of recorded answers, used from one thread at a time. If the database fails, or its disk does not answer,
+    that is logged and nothing is found or recorded; only what a client asks for by name raises DiskAway then, with the
+    cause."""
 
     def __init__(
         self, *, path: Path | None, max_bytes: int, max_answers_per_prompt: int, disk: StateDisk | None = None
@@ -293,7 +294,10 @@ class TranscriptStore:
         with self._db.transaction():
             values = {"name": session_id, "tenant": tenant}
             rows = self._db.execute(f"SELECT id FROM sessions WHERE {_OF_TENANT} LIMIT {_MAX_SALTS}", values).fetchall()
-            return self._messages.entitle([row[0] for row in rows], title)
+            count = self._messages.entitle([row[0] for row in rows], title)
+        if not count and (problem := self._db.problem) is not None:
+            raise DiskAway(problem)  # its messages may be missing for that alone
+        return count
 
     @_forgiving(list, is_asked=True)
     def chats(self, tenants: tuple[str, str], *, after: str, since: float, limit: int) -> list[Chat]:
@@ -403,10 +407,13 @@ class TranscriptStore:
     def used_bytes(self) -> int:
         return self._db.used_bytes()
 
-    def recover(self, error: sqlite3.Error) -> None:
-        if self._db.recover(error):
-            self._hot.clear()
-            self._hot_tokens = 0
+    def recover(self, error: sqlite3.Error) -> bool:
+        """Recover as the database does. Returns whether all that was in it is gone."""
+        if not self._db.recover(error):
+            return False
+        self._hot.clear()
+        self._hot_tokens = 0
+        return True
 
     def close(self) -> None:
         self._db.close()

@@ -63,6 +63,7 @@ class BoundedServer(uvicorn.Server):
                 BoundedConnection,
                 most=settings.limits.connections,
                 header_timeout_s=HEADER_TIMEOUT_S,
+                max_header_bytes=MAX_HEADER_BYTES,
             ),
             h11_max_incomplete_event_size=MAX_HEADER_BYTES,
             ws="none",

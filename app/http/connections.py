@@ -10,16 +10,18 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from reprise.app.errors import ApiError, overloaded
 
+_REQUEST_LINE, _HEADER_LINE = b"  HTTP/1.1\r\n", b": \r\n"  # without what differs
 SPARE_FILES = 64  # kept free for files that the server opens, and for connections that are accepted only to be refused
 
 
 class BoundedConnection(H11Protocol):
     """uvicorn's connection with the time limits it lacks. Runs on the event loop, like all protocols."""
 
-    def __init__(self, *, most: int, header_timeout_s: float, **uvicorns: Any) -> None:
+    def __init__(self, *, most: int, header_timeout_s: float, max_header_bytes: int, **uvicorns: Any) -> None:
         """Set up. most: connections allowed at once, including this one. header_timeout_s: how long a request's headers
-        may take."""
+        may take. max_header_bytes: for its line and headers together."""
         super().__init__(**uvicorns)
+        self.conn = _BoundedHeaders(max_header_bytes)
         self._most = most
         self._header_timeout_s = header_timeout_s
         self._deadline: asyncio.TimerHandle | None = None
@@ -96,6 +98,24 @@ class BoundedConnection(H11Protocol):
         for event in (response, h11.Data(data=body), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
+
+
+class _BoundedHeaders(h11.Connection):
+    """h11's side of a server, which refuses too long headers also where they came at once: h11 itself looks at their
+    length only while they are incomplete, so one read of the socket may bring more."""
+
+    def __init__(self, max_header_bytes: int) -> None:
+        super().__init__(h11.SERVER, max_header_bytes)
+        self._max_header_bytes = max_header_bytes
+
+    def next_event(self) -> Any:
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            num_bytes = len(event.method) + len(event.target) + len(_REQUEST_LINE)
+            num_bytes += sum(len(name) + len(value) + len(_HEADER_LINE) for name, value in event.headers)
+            if num_bytes > self._max_header_bytes:
+                raise h11.RemoteProtocolError("too long headers", error_status_hint=431)
+        return event
 
 
 def raise_file_limit(connections: int) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from reprise.app.errors import too_many_watchers
+from reprise.app.state_disk import StateDisk
 from reprise.app.turn.answer import Answer
 from reprise.app.turn.kv_sources import source_fields
 from reprise.app.turn.observer import ObservedTurn, TurnObserver
@@ -37,12 +38,14 @@ TENANT_SHARE = 4  # a tenant may hold so much of the places: one fourth
 
 
 class Live(TurnObserver):
-    """A source of live views. One per app, on its event loop. places: how many pages may watch at once."""
+    """A source of live views. One per app, on its event loop. places: how many pages may watch at once. state_disk: the
+    disk with the transcripts."""
 
-    def __init__(self, *, engine: EnginePort, places: int) -> None:
+    def __init__(self, *, engine: EnginePort, places: int, state_disk: StateDisk) -> None:
         self.replica = ""  # the name of this server in its fleet
         self._engine = engine
         self._places = places
+        self._state_disk = state_disk
         self._watchers: set[Watcher] = set()
         self._turns: deque[tuple[str, dict[str, Any]]] = deque(maxlen=MAX_TURNS)
         self._latest_sessions: dict[str, _LatestSessions] = {}  # tenant -> its sessions
@@ -87,8 +90,12 @@ class Live(TurnObserver):
         """Return the data that a watcher may see, as of the engine's last heartbeat."""
         sessions = await self._sessions(watcher.tenant)
         shown = snapshot(self._engine, tenant=watcher.tenant, sees_all=watcher.sees_all)
-        more = {"at": round(time.time(), 3), "replica": self.replica, "sessions": [_session(info) for info in sessions]}
-        return shown | more
+        return shown | {
+            "at": round(time.time(), 3),
+            "replica": self.replica,
+            "sessions": [_session(info) for info in sessions],
+            "disk_problem": self._state_disk.problem,  # why no new transcripts are kept
+        }
 
     async def _sessions(self, tenant: str) -> list[SessionInfo]:
         """Return the sessions that a tenant used last. Asks the engine at most once a period, however many pages of the

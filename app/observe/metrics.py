@@ -179,7 +179,10 @@ class StateDiskCollector(Collector):
         self._disk = disk
 
     def collect(self) -> Iterator[Metric]:
-        help_text = "1 while transcripts and stored responses can be read and kept; 0: their disk does not answer."
-        yield GaugeMetricFamily("reprise_state_disk_used", help_text, 0.0 if self._disk.is_away else 1.0)
+        help_text = (
+            "1 while transcripts and stored responses can be read and kept; 0: their disk does not answer, is full, is "
+            "read-only or reports errors; /health says which."
+        )
+        yield GaugeMetricFamily("reprise_state_disk_used", help_text, 1.0 if self._disk.state == "used" else 0.0)
         help_text = "Calls for transcripts and stored responses that their disk did not answer in time, or not made."
         yield CounterMetricFamily("reprise_state_disk_failures", help_text, self._disk.failures)

@@ -117,6 +117,10 @@ document.addEventListener("visibilitychange", () => {
   }
 });
 feed.addEventListener("sessions", ({ detail: sessions }) => server.hear(sessions));
+const KEPT_BY_SERVER = element("kept-by-server").textContent;
+feed.addEventListener("state", ({ detail: { disk_problem: problem } }) => {
+  element("kept-by-server").textContent = problem ? `The server keeps no new ones now: its disk has a problem, ${problem}.` : KEPT_BY_SERVER;
+});
 feed.addEventListener("turn", ({ detail: turn }) => chat.hear(turn));
 element("open-key").addEventListener("click", async () => {
   const found = await dialogs();

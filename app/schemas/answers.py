@@ -47,6 +47,9 @@ class CacheUse(_Answer):
     in the window."""
 
     session_id: str = Field(description="the conversation that the request was found to be")
+    resumed: bool = Field(
+        description="another server of the fleet began the answer: the tokens and times are those with which it began"
+    )
     hbm_tokens: int = Field(description="prompt tokens whose KV was in HBM")
     dram_tokens: int = Field(description="prompt tokens whose KV was loaded from DRAM")
     disk_tokens: int = Field(description="prompt tokens whose KV was loaded from disk")
@@ -494,7 +497,7 @@ class CacheStatsObject(_Answer):
     mode: str
     sessions: int
     tiers: dict[str, TierUse]
-    problems: dict[str, str]  # tier that is not used now -> why
+    problems: dict[str, str]  # tier that is not used now -> why; "state": transcripts and responses
     prompt_tokens: dict[str, int]
     hit_rate: float | None
     hit_rates: dict[str, float | None]
@@ -526,7 +529,9 @@ class Health(_Answer):
     engine: str
     # state of the circuit breaker for Redis; closed: Redis is used
     redis: Literal["closed", "open", "half_open"] | None = None
-    disk: Literal["used", "away"] | None = None  # away: it does not answer, and is used again when it does
+    # away: it does not answer, and is used again when it does; the last three: it is read, and nothing new is kept
+    disk: Literal["used", "away", "full", "read_only", "failing"] | None = None
+    disk_problem: str | None = None  # why the disk keeps no new transcripts and responses
 
 
 class FleetReplica(_Answer):

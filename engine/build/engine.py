@@ -173,6 +173,7 @@ def _model_info(
         device=str(loaded.device),
         attention_backend=probed.backend.name,
         max_context=room.max_context,
+        own_context=room.own_context,
         vocab_size=loaded.text.vocab_size,
         eos_token_ids=loaded.eos_token_ids,
         media_token_ids=loaded.media_token_ids,

@@ -35,6 +35,7 @@ class Room:
     warnings: tuple[str, ...]  # texts for people
     ring_pages: int = 0  # pages through which contexts larger than HBM are read; 0: there are none
     most_pages: int = 0  # pages for such a context
+    own_context: int = 0  # the longest window that the model supports, in tokens
     disk_is_known: bool = True  # False: the disk did not say how large it is; `automatic` has the most that can be
 
 
@@ -45,7 +46,8 @@ def find_room(config: EngineConfig, loaded: LoadedModel, probed: ProbedModel) ->
     if not probed.found.decouplable:
         warnings.append("positions cannot be decoupled from keys: after truncation the history is recomputed")
     projection_bytes = 0 if probed.codec.projection is None else probed.codec.projection.weight_bytes
-    window = _window(config.model.max_context, loaded.text, warnings)
+    own_context = _own_context(loaded.text, warnings)
+    window = _window(config.model.max_context, own_context, warnings)
     coding = coding_of(config.cache, loaded, probed)
     disk_bytes = _disk_room(config.cache, loaded.num_ranks)
     automatic = automatic_sizes(
@@ -65,7 +67,7 @@ def find_room(config: EngineConfig, loaded: LoadedModel, probed: ProbedModel) ->
     else:
         num_pages, window = _num_pages(config.cache.hbm_tokens, automatic_tokens, probed.page_size, window, warnings)
         room = Room(window, num_pages, automatic, coding, tuple(warnings))
-    return replace(room, disk_is_known=disk_bytes is not None)
+    return replace(room, own_context=own_context, disk_is_known=disk_bytes is not None)
 
 
 def coding_of(config: CacheConfig, loaded: LoadedModel, probed: ProbedModel) -> int:
@@ -96,14 +98,20 @@ def _disk_room(config: CacheConfig, num_ranks: int) -> int | None:
         return None
 
 
-def _window(wanted: int, text: Any, warnings: list[str]) -> int:
-    """Return the context window in tokens. wanted: the setting, 0 for the model's own; text: the configuration of the
-    language model. A text for people is added to `warnings` if the model supports less."""
+def _own_context(text: Any, warnings: list[str]) -> int:
+    """Return the longest window that the model supports, in tokens. text: the configuration of the language model. A
+    text for people is added to `warnings` if that is less than its configuration says."""
     trained: int = text.max_position_embeddings
     limit = rope_limit(text)
     if limit is not None and limit < trained:
         warnings.append(f"context limited to {limit}: behind it this model's positions depend on the longest request")
         trained = limit
+    return trained
+
+
+def _window(wanted: int, trained: int, warnings: list[str]) -> int:
+    """Return the context window in tokens. wanted: the setting, 0 for the model's own; trained: that of the model. A
+    text for people is added to `warnings` if the model supports less."""
     if wanted > trained:
         warnings.append(f"model.max_context {wanted} lowered to the {trained} that the model supports")
     return min(trained, wanted or trained)

@@ -61,15 +61,35 @@ def _fetched(model: str) -> Path:
 def fetch(model: str, *patterns: str) -> Path:
     """Fetch the files of a hub model whose names fit one of the patterns. Returns their directory. Raises
     ModelRefused."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub import errors, snapshot_download
 
     try:
         return Path(snapshot_download(model, allow_patterns=list(patterns)))
-    except HFValidationError as error:
+    except errors.HFValidationError as error:
         raise ModelRefused(f"{model} is neither a directory nor a hub id: {error}") from error
+    except errors.GatedRepoError as error:
+        raise ModelRefused(
+            f"{model} is gated: accept its terms at https://huggingface.co/{model}, then set HF_TOKEN to a token of "
+            "that account"
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise ModelRefused(
+            f"the hub has no model {model}, or it is private: check the name; for a private one set HF_TOKEN"
+        ) from error
+    except errors.HfHubHTTPError as error:
+        raise ModelRefused(f"{model} could not be fetched from the hub: {_first_line(error)}") from error
+    except (errors.LocalEntryNotFoundError, ConnectionError, TimeoutError) as error:
+        raise ModelRefused(
+            f"{model} could not be fetched from the hub, which does not answer: without a network, bring its files "
+            f"from elsewhere and name their directory ({_first_line(error)})"
+        ) from error
     except Exception as error:
-        raise ModelRefused(f"{model} could not be fetched from the hub: {error}") from error
+        raise ModelRefused(f"{model} could not be fetched from the hub: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    """Return what an error says, without the advice for programmers below it."""
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def load_weights(path: Path, dtype: torch.dtype, device: torch.device, num_ranks: int = 1) -> nn.Module:

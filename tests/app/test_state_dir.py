@@ -22,6 +22,7 @@ from reprise.app.state_dir import (
     read_tenant_secret,
     weakness,
 )
+from reprise.app.state_disk import StateDisk
 from tests.app.fakes import FakeEngine, in_process, make_settings, until
 
 
@@ -180,7 +181,7 @@ async def test_a_server_answers_beside_a_state_directory_that_hangs(
 
 @pytest.mark.parametrize("code", [errno.EROFS, errno.ENOSPC])
 def test_a_secret_that_cannot_be_written_yet_is_written_when_it_can(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, code: int
 ) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise OSError(code, os.strerror(code))
@@ -189,8 +190,29 @@ def test_a_secret_that_cannot_be_written_yet_is_written_when_it_can(
         patch.setattr("reprise.app.state_dir._publish", refuse)
         state = open_state_dir(tmp_path / "state")
         assert (state.path, state.problem, state.is_own_secret) == (tmp_path / "state", None, True)
-    SecretKeeper(state.path, state.secret).look()
+        disk = StateDisk()
+        keeper = SecretKeeper(state.path, state.secret, disk, is_written=state.is_secret_written)
+        keeper.look()
+        assert disk.state == ("full" if code == errno.ENOSPC else "read_only")
+    keeper.look()
+    assert "deleted" not in caplog.text, "it was never there"
     assert open_state_dir(tmp_path / "state").secret == state.secret
+
+
+def test_a_disk_that_takes_no_writes_is_found_out_before_anything_is_to_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    disk = StateDisk()
+    keeper = SecretKeeper(tmp_path, load_tenant_secret(tmp_path), disk)
+    with monkeypatch.context() as patch:
+        patch.setattr("tempfile.TemporaryFile", refuse)
+        keeper.look()
+        assert disk.state == "full"
+    keeper.look()
+    assert disk.state == "used", "there is room again, and nothing was to be written"
 
 
 @pytest.mark.parametrize(("code", "is_told"), [(errno.EIO, False), (errno.ESTALE, False), (errno.EACCES, True)])

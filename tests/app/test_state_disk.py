@@ -1,11 +1,13 @@
+import errno
 import gc
+import sqlite3
 import threading
 import time
 
 import pytest
 
 from reprise.app import state_disk
-from reprise.app.state_disk import DiskAway, StateDisk
+from reprise.app.state_disk import DiskAway, StateDisk, long_call
 
 
 def wait_until(condition, seconds: float = 10.0) -> None:
@@ -19,6 +21,12 @@ def wait_until(condition, seconds: float = 10.0) -> None:
 def disk(monkeypatch) -> StateDisk:
     monkeypatch.setattr(state_disk, "FIRST_PAUSE_S", 0.01)
     return StateDisk(deadline_s=0.05)
+
+
+def sqlite_error(code: int) -> sqlite3.OperationalError:
+    error = sqlite3.OperationalError("it cannot")
+    error.sqlite_errorcode = code
+    return error
 
 
 def raises() -> None:
@@ -125,3 +133,50 @@ def test_a_thread_ends_when_it_is_closed_or_forgotten(disk):
     del thread, forgotten
     gc.collect()
     wait_until(lambda: num_alive() == 0)
+
+
+@pytest.mark.parametrize(
+    ("error", "state"),
+    [
+        (OSError(errno.ENOSPC, "no room"), "full"),
+        (OSError(errno.EROFS, "read-only"), "read_only"),
+        (OSError(errno.EIO, "broken"), "failing"),
+        (sqlite_error(sqlite3.SQLITE_FULL), "full"),
+        (sqlite_error(sqlite3.SQLITE_READONLY | 8 << 8), "read_only"),
+        (sqlite_error(sqlite3.SQLITE_IOERR | 3 << 8), "failing"),
+        (sqlite_error(sqlite3.SQLITE_BUSY), "used"),
+    ],
+)
+def test_it_says_why_it_does_not_take_writes_until_it_takes_one(error, state):
+    disk = StateDisk()
+    assert (disk.state, disk.problem) == ("used", None)
+    disk.refused(error)
+    assert disk.state == state
+    assert (disk.problem is None) == (state == "used")
+    disk.took()
+    assert (disk.state, disk.problem) == ("used", None)
+
+
+def test_a_call_that_takes_long_does_not_give_the_disk_up(disk):
+    gate, done = threading.Event(), []
+    one, other = disk.thread("disk-a"), disk.thread("disk-b")
+
+    def copy() -> None:
+        with long_call():
+            gate.wait(10)
+        done.append(1)
+
+    with pytest.raises(DiskAway) as away:
+        one.run(copy)
+    assert away.value.is_under_way
+    assert not disk.is_away
+    assert other.run(lambda: 7) == 7
+    started = time.monotonic()
+    with pytest.raises(DiskAway) as away:
+        one.run(lambda: done.append(2))
+    assert time.monotonic() - started < disk.deadline_s, "it is not waited for"
+    assert not away.value.is_under_way
+    gate.set()
+    wait_until(lambda: done == [1])
+    assert one.run(lambda: 5) == 5
+    assert not disk.is_away

@@ -14,6 +14,7 @@ from reprise.app.conversations.database import Database
 from reprise.app.state_disk import DiskAway, StateDisk
 from reprise.fleet import outbox as outbox_module
 from reprise.fleet.outbox import Outbox, Unsent
+from tests.app.hanging_files import HangingFiles
 
 
 def unsent(session_id: str = "chat", **changes: Any) -> Unsent:
@@ -212,4 +213,27 @@ def test_a_session_that_is_deleted_while_the_disk_is_away_is_forgotten_when_it_a
     come_back()
     outbox.put(unsent("c"))
     assert kept(outbox) == ["b", "c"]
+    outbox.close()
+
+
+@pytest.mark.parametrize("is_late", [True, False])
+def test_an_entry_that_is_put_in_late_is_not_dropped(tmp_path, monkeypatch, is_late):
+    monkeypatch.setattr(state_disk, "FIRST_PAUSE_S", 0.01)
+    files, disk = HangingFiles(monkeypatch), StateDisk(deadline_s=10.0)
+    outbox = Outbox(path=tmp_path / "outbox", max_bytes=1 << 20, disk=disk)
+    outbox.put(unsent("a"))
+    files.hang()
+    disk.deadline_s = 0.05
+    outbox.put(unsent("b"))  # hangs, and is given up
+    if not is_late:
+        outbox.put(unsent("c"))  # is never made
+    assert outbox.dropped == (0 if is_late else 1)
+    files.mend()
+    end = time.monotonic() + 10
+    while disk.is_away:
+        assert time.monotonic() < end
+        time.sleep(0.002)
+    disk.deadline_s = 10.0
+    assert kept(outbox) == ["a", "b"]
+    assert (outbox.waiting, outbox.dropped) == (2, 0 if is_late else 1)
     outbox.close()

@@ -206,6 +206,7 @@ def ours(generation: Generation) -> dict[str, Any]:
     if (report := generation.report) is not None:
         fields["x_cache"] = {
             "session_id": generation.prompt.session_id,
+            "resumed": generation.choices[0].is_resumed,
             **source_fields(report),
             "history_tokens": report.history_tokens,
             "truncated_tokens": report.truncated_tokens,

@@ -43,12 +43,13 @@ async def stats(request: Request) -> dict[str, Any]:
         raise unavailable("The engine has not reported yet.", code="unavailable", retry_after_s=1.0)
     prompt_tokens = {"hbm": 0, "dram": 0, "disk": 0, "redis": 0, "computed": 0} | stats.prompt_tokens
     total = sum(prompt_tokens.values())
+    problem = request.app.state.state_disk.problem
     return {
         "object": "cache.stats",
         "mode": settings_of(request).cache.mode,
         "sessions": stats.sessions,
         "tiers": tiers_of(stats, model),
-        "problems": stats.tier_problems,
+        "problems": stats.tier_problems | ({} if problem is None else {"state": problem}),
         "prompt_tokens": prompt_tokens,
         "hit_rate": round(1 - prompt_tokens["computed"] / total, 6) if total else None,
         "hit_rates": {tier: round(n / total, 6) if total else None for tier, n in prompt_tokens.items()},

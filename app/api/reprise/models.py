@@ -80,7 +80,12 @@ def _describe(
         "context_length": model.max_context,
         "context_window": model.max_context,
         "max_output_tokens": min(model.max_context // 4, MAX_RESERVED_TOKENS),
-        "meta": {"n_ctx": model.max_context, "n_params": model.parameters, "n_vocab": model.vocab_size},
+        "meta": {
+            "n_ctx": model.max_context,
+            "n_ctx_train": model.own_context,
+            "n_params": model.parameters,
+            "n_vocab": model.vocab_size,
+        },
         "supported_parameters": [*PARAMETERS, *(TOOL_PARAMETERS if readiness.takes_chats else ())],
         "architecture": model.architecture,
         "parameters": model.parameters,
@@ -129,10 +134,12 @@ def _describe(
 
 def _codec(settings: Settings, model: ModelInfo, stats: Stats | None) -> dict[str, Any]:
     checks = None if stats is None else stats.codec_checks
+    # The budget bounds what was measured. A codec that was not measured keeps to none.
+    budget = {} if model.codec_divergence is None else {"budget": settings.cache.codec_budget}
     return {
         "name": model.codec,
         "bytes": model.coded_bytes,
-        "budget": None if model.codec_divergence is None else settings.cache.codec_budget,
+        **budget,
         "divergence": model.codec_divergence,
         "is_on": codec_in_use(model, stats) != "raw",
         "checks": 0 if checks is None else sum(checks.counts),

@@ -32,8 +32,9 @@ async def health(request: Request) -> dict[str, Any]:
     stats = engine_of(request).stats
     if stats is not None and stats.tier_capacity.get("disk"):
         answer["disk"] = "away" if "disk" in stats.tier_problems else "used"  # without it, KV is computed again
-    if request.app.state.state_disk.is_away:
-        answer["disk"] = "away"  # it keeps transcripts and stored responses too
+    state_disk = request.app.state.state_disk
+    if (problem := state_disk.problem) is not None:  # it keeps transcripts and stored responses too
+        answer |= {"disk": state_disk.state, "disk_problem": problem}
     if isinstance(store := request.app.state.responses.store, RedisStore):
         answer["redis"] = store.state  # without Redis, answers still work; stored responses do not
     return answer

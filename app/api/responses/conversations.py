@@ -61,7 +61,7 @@ async def update_conversation(request: Request, conversation_id: str) -> Respons
 @router.delete("/v1/conversations/{conversation_id}", **described("Delete a conversation", answers.DeletedObject))
 async def delete_conversation(request: Request, conversation_id: str) -> dict[str, Any]:
     try:
-        await responses_of(request).store.forget(request.state.tenant, conversation_id)
+        await responses_of(request).items.forget(request.state.tenant, conversation_id)
     except NotStored:
         raise not_found("conversation", conversation_id) from None
     return {"id": conversation_id, "object": "conversation.deleted", "deleted": True}
@@ -84,7 +84,7 @@ async def add_items(request: Request, conversation_id: str) -> Response:
     body, headers = await body_of(request, ItemsRequest)
     items = await _new_items(request, body.items, headers)
     try:
-        await responses_of(request).store.append(request.state.tenant, conversation_id, items)
+        await responses_of(request).items.append(request.state.tenant, conversation_id, items)
     except NotStored:
         raise not_found("conversation", conversation_id) from None
     except TooLong:
@@ -108,7 +108,7 @@ async def get_item(request: Request, conversation_id: str, item_id: str) -> dict
 async def delete_item(request: Request, conversation_id: str, item_id: str) -> dict[str, Any]:
     await _items(request, conversation_id)  # raises 404 if there is no such conversation
     try:
-        return _describe(await responses_of(request).store.delete_item(request.state.tenant, conversation_id, item_id))
+        return _describe(await responses_of(request).items.delete_item(request.state.tenant, conversation_id, item_id))
     except NotStored:
         raise not_found("item", item_id) from None
 
@@ -124,7 +124,7 @@ async def _new_items(request: Request, items: Sequence[Item], headers: dict[str,
 
 async def _items(request: Request, conversation_id: str) -> list[dict[str, Any]]:
     try:
-        return await responses_of(request).store.items(request.state.tenant, conversation_id)
+        return await responses_of(request).items.items(request.state.tenant, conversation_id)
     except NotStored:
         raise not_found("conversation", conversation_id) from None
 

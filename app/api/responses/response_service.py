@@ -23,6 +23,7 @@ from reprise.app.api.responses.as_chat import (
 from reprise.app.api.thought_seal import ThoughtSeal
 from reprise.app.conversations.redis_store import RedisStore
 from reprise.app.conversations.response_store import MAX_CHAIN, NotStored, ResponseStore, TooLong
+from reprise.app.conversations.unappended import StoredItems
 from reprise.app.conversations.unstored import StoredResponses
 from reprise.app.errors import ApiError, invalid
 from reprise.app.http.event_stream import PING, event
@@ -131,6 +132,7 @@ class Responses:
         references of one request bring in all."""
         self.store = store
         self.records = StoredResponses(store, ttl_s=ttl_s)
+        self.items = StoredItems(store)
         self.hooks = hooks
         self.seal = seal
         self._service = service
@@ -215,7 +217,7 @@ class Responses:
             if (previous := request.previous_response_id) is not None:
                 return await self.records.history(tenant, previous)
             if request.conversation is not None:
-                return await self.store.items(tenant, request.conversation.id)
+                return await self.items.items(tenant, request.conversation.id)
         except NotStored:
             if previous is not None:
                 lost = await self.lost_of(tenant, previous)
@@ -241,17 +243,21 @@ class Responses:
         return name
 
     async def remember(self, turn: ResponseTurn) -> None:
-        """Store the response, or keep it in memory while it cannot be stored."""
+        """Store the response and what it adds to its conversation, or keep them in memory while they cannot be
+        stored."""
         if (now := time.monotonic()) >= self._sweep_s:
             self._sweep_s = now + SWEEP_S
             with contextlib.suppress(NotStored, ApiError):
                 await self.records.sweep()
+            with contextlib.suppress(ApiError):
+                await self.items.store_kept()
         request, builder = turn.request, turn.builder
         with contextlib.suppress(NotStored, TooLong, ApiError):
             if request.store is not False:
                 await self.records.put(turn.tenant, builder.body(), turn.items, request.previous_response_id)
+        with contextlib.suppress(NotStored, TooLong):
             if request.conversation is not None and builder.status in ("completed", "incomplete"):
-                await self.store.append(turn.tenant, request.conversation.id, [*turn.items, *builder.output])
+                await self.items.append_turn(turn.tenant, request.conversation.id, [*turn.items, *builder.output])
 
     async def run_in_background(self, turn: ResponseTurn) -> dict[str, Any]:
         """Start a task that generates the response. Returns the response as it is now."""
@@ -312,6 +318,7 @@ class Responses:
             await self._stop(turn, task)
         with contextlib.suppress(ApiError):
             await self.records.store_kept()
+            await self.items.store_kept()
         await self.store.close()
 
     async def _stop(self, turn: ResponseTurn, task: "asyncio.Task[None]") -> None:

@@ -1,12 +1,16 @@
 """Asks a running server which model it serves, as a client would."""
 
+import contextlib
 import os
+import time
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 
 TIMEOUT_S = 10.0
+DELETE_TRIES, DELETE_PAUSE_S = 3, 0.3  # a session is deleted when its request has ended, a moment after the answer
 ANSWER_TIMEOUT_S = 600.0  # a small machine may take minutes for a first prompt
 NO_KEY = "none"  # what clients that insist on a key are given where the server wants none
 
@@ -25,6 +29,15 @@ class Served:
     output_tokens: int  # how much of the window a client keeps free for an answer
     thinks: bool
     key_variable: str  # environment variable that holds the key; "": the server wants none
+    own_window: int = 0  # the longest window that the model supports; 0: the server does not say
+
+    @property
+    def way_to_longer(self) -> str:
+        """Advice for a window that is too short."""
+        advice = "serve a model with a longer window"
+        if self.window < self.own_window:
+            advice += ", or raise model.max_context, or cache.hbm_tokens where that ends it"
+        return advice
 
     @property
     def base(self) -> str:
@@ -45,6 +58,7 @@ class Server:
         key = os.environ.get(key_variable, "")
         self._key_variable, self._is_given = key_variable, bool(key)
         self._headers = {"authorization": f"Bearer {key}"} if key else {}
+        self._sessions: dict[str, None] = {}  # sessions that `post` has made, in order
 
     def served(self, name: str | None) -> Served:
         """Return what a client needs to know. name: the model, where several are served."""
@@ -62,17 +76,36 @@ class Server:
             url=self._url,
             model=model["id"],
             window=window,
+            own_window=(model.get("meta") or {}).get("n_ctx_train") or 0,
             output_tokens=model.get("max_output_tokens") or window // 4,
             thinks=bool(model.get("capabilities", {}).get("reasoning")),
             key_variable=self._key_variable if self._is_given else "",
         )
 
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Return the answer to a request. The session that it has made is one of `delete_sessions`."""
         return self._ask("POST", path, body, ANSWER_TIMEOUT_S)
+
+    def delete_sessions(self) -> list[str]:
+        """Delete the sessions that `post` has made. Returns those that could not be deleted."""
+        left = []
+        for session_id in self._sessions:
+            for _ in range(DELETE_TRIES):
+                with contextlib.suppress(httpx.HTTPError):
+                    url = f"{self._url}/v1/sessions/{quote(session_id, safe='')}"
+                    if httpx.delete(url, headers=self._headers, timeout=TIMEOUT_S).status_code in (204, 404):
+                        break
+                time.sleep(DELETE_PAUSE_S)
+            else:
+                left.append(session_id)
+        self._sessions.clear()
+        return left
 
     def _ask(self, method: str, path: str, body: dict[str, Any] | None, timeout_s: float) -> dict[str, Any]:
         try:
             answer = httpx.request(method, self._url + path, json=body, headers=self._headers, timeout=timeout_s)
+            if method == "POST" and (session_id := answer.headers.get("x-session-id")):
+                self._sessions[session_id] = None
             told = answer.json()
         except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
             raise Unanswered(f"no server answers at {self._url}: {error}; start one with `reprise serve`") from None

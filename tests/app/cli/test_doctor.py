@@ -1,3 +1,4 @@
+import asyncio
 import errno
 import json
 import os
@@ -5,6 +6,7 @@ import socket
 import threading
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 from rich.console import Console
@@ -18,7 +20,7 @@ from reprise.engine.build.resources import Memory
 from reprise.engine.config import INT8_SCALE_BYTES
 from reprise.kernels.int8_pages.pages import Int8Pages
 from reprise.model import directories
-from tests.app.fakes import write_tokenizer
+from tests.app.fakes import Running, write_tokenizer
 from tests.app.text.order_templates import ALTERNATES
 
 LIBRARIES = {
@@ -240,6 +242,12 @@ def test_an_address_in_use_is_found(tmp_path: Path) -> None:
         found = look(tmp_path, server={"port": taken_port})
     assert found["address"].level is Level.WARN
     assert found["address"].found.count(str(taken_port)) == 1
+
+
+async def test_reprise_itself_on_the_address_is_no_problem(server: Running, tmp_path: Path) -> None:
+    port = urlsplit(server.base_url).port
+    found = (await asyncio.to_thread(look, tmp_path, server={"port": port}))["address"]
+    assert (found.level, found.found) == (Level.NOTE, f"Reprise runs there: 127.0.0.1:{port}")
 
 
 def test_the_libraries_are_looked_at_elsewhere_and_may_crash(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,9 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -221,6 +223,39 @@ def test_a_file_that_is_deleted_while_it_is_open_is_written_anew(path, caplog, w
     again.execute("DELETE FROM notes")
     again.shrink(0)  # it still can
     assert again.execute("PRAGMA auto_vacuum").fetchone() == (2,)
+
+
+def test_a_file_that_is_copied_for_longer_than_the_deadline_does_not_give_the_disk_up(path, monkeypatch):
+    gate, copied = threading.Event(), []
+
+    class Connection(sqlite3.Connection):
+        def execute(self, statement: str, *values: Any) -> sqlite3.Cursor:
+            if statement.startswith("VACUUM"):
+                copied.append(gate.wait(10))
+            return super().execute(statement, *values)
+
+    real = sqlite3.connect
+    monkeypatch.setattr(sqlite3, "connect", lambda *args, **options: real(*args, factory=Connection, **options))
+    disk = StateDisk(deadline_s=10.0)
+    db = Database(path=path, schema=SCHEMA, version=1, disk=disk)
+    db.run(lambda: write(db, "before"))
+    path.unlink()
+    disk.deadline_s = 0.2
+    with pytest.raises(DiskAway):
+        db.run(lambda: write(db, "after"))
+    assert not disk.is_away
+    disk.deadline_s = 10.0
+    gate.set()
+    end = time.monotonic() + 10
+    while True:
+        try:
+            assert db.run(lambda: notes(db)) == ["before", "after"]
+            break
+        except DiskAway:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+    assert copied == [True]
+    db.close()
 
 
 def test_a_file_that_is_deleted_before_the_end_is_written_anew(path):

@@ -11,6 +11,7 @@ from reprise.app.conversations import transcript_store
 from reprise.app.conversations.digests import digest
 from reprise.app.conversations.prepared_prompt import Base, PreparedPrompt
 from reprise.app.conversations.transcript_store import NewAnswer, RecordedAnswer, TranscriptStore
+from reprise.app.state_disk import DiskAway, StateDisk
 from tests.example_counts import examples
 
 TENANT = "tenant"
@@ -359,3 +360,24 @@ def test_what_is_forgotten_is_in_no_file_any_more(tmp_path):
     for path in tmp_path.iterdir():
         assert not [what for what in (b"zebra quartz", said.tobytes()) if what in path.read_bytes()], path
     store.close()
+
+
+def test_what_is_asked_for_by_name_on_a_disk_without_room_is_told_with_the_cause(tmp_path):
+    disk = StateDisk()
+    store = TranscriptStore(path=tmp_path / "t.sqlite3", max_bytes=1 << 24, max_answers_per_prompt=4, disk=disk)
+    add_conversation(store, "s", turns=1, now=0.0)
+    store._db.execute("PRAGMA query_only = ON")  # every write fails with SQLITE_READONLY
+    for call in (
+        lambda: store.entitle("s", tenant=TENANT, title="A title"),
+        lambda: store.forget("s", tenant=TENANT),
+    ):
+        with pytest.raises(DiskAway, match="cannot be written to"):
+            call()
+    assert disk.state == "read_only"
+    store.add(prompt_of("p", [1]), answer_of("a", [2]), now=1.0)  # costs the transcript, and nothing else
+    store._db.execute("PRAGMA query_only = OFF")
+    with pytest.raises(DiskAway):  # it may be one that could not be recorded
+        store.entitle("unknown", tenant=TENANT, title="A title")
+    assert store.forget("s", tenant=TENANT) == 1
+    assert disk.state == "used"
+    assert store.entitle("unknown", tenant=TENANT, title="A title") == 0

@@ -6,11 +6,15 @@ from typing import Any
 
 import pytest
 
+from reprise.app import state_disk
 from reprise.app.conversations import unstored as unstored_module
 from reprise.app.conversations.response_store import NotStored, ResponseStore, TooLong, not_reachable
 from reprise.app.conversations.unstored import StoredResponses
 from reprise.app.errors import ApiError
+from reprise.app.state_disk import StateDisk
 from tests.app.conversations.test_response_store import DAY_S, body, items
+from tests.app.fakes import until
+from tests.app.hanging_files import HangingFiles
 
 
 class FullDisk(ResponseStore):
@@ -158,3 +162,23 @@ async def test_what_never_has_room_keeps_nothing_from_being_stored(store, monkey
     monkeypatch.setattr(store, "put", put_short)
     assert await records.store_kept()
     assert (await store.get("t", "b"))["id"] == "b"
+
+
+async def test_an_earlier_state_that_is_written_late_never_stands_in_place_of_a_later_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(state_disk, "FIRST_PAUSE_S", 0.01)
+    files, disk = HangingFiles(monkeypatch), StateDisk(deadline_s=10.0)
+    store = ResponseStore(path=tmp_path / "r.sqlite3", max_bytes=8 << 20, ttl_s=DAY_S, disk=disk)
+    records = StoredResponses(store, ttl_s=DAY_S)
+    await records.put("t", body("other"), [], None)
+    files.hang()
+    disk.deadline_s = 0.1
+    await records.put("t", {**body("a"), "status": "in_progress"}, [], None)  # given up, and done late
+    await records.put("t", body("a"), [], None)
+    files.mend()
+    await until(lambda: not disk.is_away)
+    disk.deadline_s = 10.0
+    assert (await store.get("t", "a"))["status"] == "in_progress", "it was done late"
+    assert (await records.get("t", "a"))["status"] == "completed"
+    assert await records.store_kept()
+    assert (await store.get("t", "a"))["status"] == "completed"
+    await store.close()

@@ -643,6 +643,16 @@ def idle(victim: Victim) -> None:
         raise AssertionError(victim.in_use()) from None
 
 
+@pytest.mark.parametrize(("size", "status"), [(60_000, 200), (66_000, 400), (100_000, 400), (240_000, 400)])
+@pytest.mark.parametrize("count", [1, 20])
+def test_headers_have_at_most_64_kib_in_whatever_pieces_they_come(victim: Victim, size: int, status: int, count: int):
+    headers = {f"X-Long-{number}": "a" * (size // count) for number in range(count)}
+    reply = send(victim, request_bytes("GET", "/health", headers=headers))
+    assert reply.status == status
+    if status == 400:
+        check_envelope(reply, "/health", 400, "invalid_http")
+
+
 def test_headers_that_come_too_slowly_end_the_connection(victim: Victim):
     with closing(victim.connect()) as silent, closing(victim.connect()) as dripping:
         start = time.monotonic()

@@ -67,3 +67,10 @@ async def test_a_client_may_ask_for_the_methods(running: Running, path, allowed)
     assert (asked.status_code, asked.headers["allow"], asked.content) == (204, allowed, b"")
     assert (await running.http.options("/v1/nothing")).status_code == 404
     assert (await running.http.put(path)).status_code == 405
+
+
+async def test_what_is_refused_is_not_among_what_is_allowed(running: Running):
+    asks = {"origin": "https://chat.example.org", "access-control-request-method": "POST"}
+    for path, allowed in (("/v1/chat/completions", "POST"), ("/health", "GET, HEAD")):
+        refused = await running.http.options(path, headers=asks)
+        assert (refused.status_code, refused.headers["allow"]) == (405, allowed)

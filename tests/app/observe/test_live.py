@@ -6,6 +6,7 @@ import pytest
 
 from reprise.app.observe import live as live_module
 from reprise.app.observe.live import Live, Watcher, events
+from reprise.app.state_disk import StateDisk
 from tests.app.fakes import STATS, FakeEngine, session_info
 
 
@@ -31,7 +32,7 @@ async def test_where_nothing_happens_the_engine_is_not_asked_and_the_page_hardly
     await engine.start()
     await engine.wait_ready()
     engine.kept["local", "a"] = session_info("a")
-    live = Live(engine=engine, places=4)
+    live = Live(engine=engine, places=4, state_disk=StateDisk())
     watcher = live.watch("local", sees_all=True)
     looks = itertools.count()
     most = 0

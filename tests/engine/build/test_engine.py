@@ -103,7 +103,7 @@ def test_positions_that_depend_on_other_requests_limit_the_window(tmp_path: Path
     rope = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0, "original_max_position_embeddings": 64}
     path = save_tiny(tmp_path / "dynamic", rope_parameters=rope, max_position_embeddings=128)
     info = built(path)
-    assert info.max_context == 64
+    assert (info.max_context, info.own_context) == (64, 64)
     assert any("64" in warning for warning in info.warnings)
 
 

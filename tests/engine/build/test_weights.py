@@ -4,8 +4,10 @@ import json
 from contextlib import nullcontext
 from pathlib import Path
 
+import httpx
 import pytest
 import torch
+from huggingface_hub import errors
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
@@ -37,6 +39,35 @@ def test_a_directory_is_found_as_it_is(saved: Path) -> None:
 def test_names_of_no_model_are_refused(name: str, message: str) -> None:
     with pytest.raises(ModelRefused, match=message):
         resolve_files(name, Path("unused"))
+
+
+def refusal(kind: type[Exception], status: int) -> Exception:
+    """Return what the hub's client raises, with its advice for programmers below the first line."""
+    response = httpx.Response(status, request=httpx.Request("GET", "https://huggingface.co/api/models/a/b"))
+    return kind("it cannot\n\nAdvice for programmers.", response=response)
+
+
+@pytest.mark.parametrize(
+    ("error", "hint"),
+    [
+        (errors.LocalEntryNotFoundError("no file\n\nAdvice for programmers."), "name their directory"),
+        (ConnectionError("no route to host"), "name their directory"),
+        (refusal(errors.RepositoryNotFoundError, 401), "check the name"),
+        (refusal(errors.GatedRepoError, 403), "accept its terms at https://huggingface.co/a/b, then set HF_TOKEN"),
+        (refusal(errors.HfHubHTTPError, 500), "could not be fetched from the hub: it cannot"),
+    ],
+)
+def test_what_the_hub_refuses_is_said_in_a_sentence_with_a_hint(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, hint: str
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
+    with pytest.raises(ModelRefused) as told:
+        resolve_files("a/b", Path("unused"))
+    assert hint in str(told.value)
+    assert "\n" not in str(told.value)
 
 
 class Hub:

@@ -98,8 +98,9 @@ def frames_of(response: httpx.Response) -> list[Frame]:
 
 
 def said(frames: list[Frame]) -> str:
-    """Return what the client reads, without times, and with numbers for the random ids of calls."""
-    text = b"".join(frame.events for frame in frames).decode()
+    """Return what the client reads, without times and the word that it was resumed, and with numbers for the random ids
+    of calls."""
+    text = b"".join(frame.events for frame in frames).decode().replace('"resumed":true', '"resumed":false')
     for number, call_id in enumerate(dict.fromkeys(re.findall(r"call_[0-9a-f]{24}", text))):
         text = text.replace(call_id, f"call_{number}")
     return re.sub(r'"timings":\{[^}]*\}', '"timings":{}', text)
@@ -277,6 +278,10 @@ async def test_what_is_resumed_is_remembered_as_one_answer(replicas):
     journal = await cut_after(first, CHAT, BODY, 4)
     resumed = await relayed(second, CHAT, BODY, journal)
     session = resumed.headers["x-session-id"]
+    told = b"".join(frame.events for frame in frames_of(resumed))
+    assert b'"resumed":true' in told
+    whole = b"".join(frame.events for frame in frames_of(await relayed(first, CHAT, BODY)))
+    assert b'"resumed":false' in whole
     text = first.engine.script.answer
     messages = [*USER, {"role": "assistant", "content": text}, {"role": "user", "content": "And now?"}]
     answer = await second.chat("", messages=messages)

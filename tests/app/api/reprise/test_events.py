@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import msgspec
 
+from reprise.app.state_disk import StateDisk
 from reprise.engine.messages import SchedulerState, WaitingInfo
 from reprise.engine.process.client import EngineLost
 from tests.app.fakes import STATS, FakeEngine, Running, make_settings, on_loopback, session_info, until
@@ -168,7 +169,7 @@ async def test_a_drain_ends_the_stream(server: Running) -> None:
 async def test_a_page_that_does_not_read_hears_of_the_newest(engine: FakeEngine, tmp_path: Any) -> None:
     from reprise.app.observe.live import MAX_TURNS, Live
 
-    live = Live(engine=engine, places=4)
+    live = Live(engine=engine, places=4, state_disk=StateDisk())
     watcher = live.watch("local", sees_all=True)
     for n in range(MAX_TURNS + 5):
         watcher.hear({"n": n})

@@ -133,3 +133,12 @@ async def test_a_refusal_lists_the_names_there_are(engine: FakeEngine, tmp_path:
     assert message.endswith("this server has 'test-model', 'alias-0', 'alias-1', 'alias-2', 'alias-3', 'alias-4', "
                             "'alias-5', 'alias-6' and 13 more.")  # fmt: skip
     assert len(message) < 500
+
+
+async def test_a_codec_that_was_not_measured_has_no_budget(engine: FakeEngine, tmp_path: Path):
+    async with in_process(engine, make_settings(tmp_path)) as running:
+        coded = {"codec": "one-of-my-own", "coded_bytes": 0.5, "codec_divergence": None}
+        engine.model = running.app.state.readiness.model = model_info(engine.directory, **coded)
+        (listed,) = (await running.http.get("/v1/models")).json()["data"]
+    codec = listed["cache"]["codec"]
+    assert (codec["name"], codec["divergence"], "budget" in codec) == ("one-of-my-own", None, False)

@@ -1,5 +1,8 @@
+from typing import Any
+
 import pytest
 
+from reprise.app.conversations.response_store import not_reachable
 from tests.app.api.responses.test_route import ANSWER, prompt_of, respond
 from tests.app.fakes import Running
 
@@ -60,3 +63,24 @@ async def test_a_failed_response_adds_nothing(running: Running):
 )  # fmt: skip
 async def test_bodies_are_checked(running: Running, body, status):
     assert (await running.http.post("/v1/conversations", json=body)).status_code == status
+
+
+async def test_what_a_turn_adds_is_there_though_it_cannot_be_stored_yet(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+):
+    made = (await running.http.post("/v1/conversations", json={"items": [ITEM]})).json()
+    path = f"/v1/conversations/{made['id']}/items"
+
+    async def refuse(*_: Any) -> None:
+        raise not_reachable()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(running.app.state.responses.store, "append", refuse)
+        await respond(running, "Hello", conversation=made["id"])
+        assert len((await running.http.get(path)).json()["data"]) == 3
+        added = await running.http.post(path, json={"items": [ITEM]})
+        assert added.status_code == 503, "this would stand before what is not stored yet"
+    await respond(running, "More", conversation=made["id"])
+    listed = (await running.http.get(f"{path}?order=asc")).json()["data"]
+    assert [item["role"] for item in listed] == ["user", "user", "assistant", "user", "assistant"]
+    assert len(await running.app.state.responses.store.items("local", made["id"])) == 5

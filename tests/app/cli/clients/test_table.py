@@ -111,3 +111,11 @@ def test_the_page_lists_every_client() -> None:
 
     page = (ROOT / "docs" / "clients.md").read_text(encoding="utf-8")
     assert re.findall(r"^\| `([\w-]+)` \|", page, re.MULTILINE) == list(CLIENTS)
+
+
+@pytest.mark.parametrize(("window", "own", "helps"), [(256, 8192, True), (8192, 8192, False), (8192, 0, False)])
+def test_a_longer_window_is_advised_only_where_the_model_has_one(window: int, own: int, helps: bool) -> None:
+    served = Served(
+        url="http://x", model="m", window=window, own_window=own, output_tokens=64, thinks=False, key_variable=""
+    )
+    assert ("model.max_context" in served.way_to_longer) == helps

@@ -44,3 +44,19 @@ def test_arguments_that_are_not_json_are_the_problem() -> None:
     call = {"id": "c", "function": {"name": "report_weather", "arguments": '{"city": '}}
     answer = {"choices": [{"message": {"tool_calls": [call]}}], "usage": {"prompt_tokens": 1}}
     assert "not the one that was required" in attempt(DIALECTS["chat"], "m", lambda path, body: answer).problem
+
+
+async def test_the_sessions_of_a_trial_are_deleted(server: Running) -> None:
+    readiness = server.app.state.readiness
+    readiness.model = msgspec.structs.replace(readiness.model, max_context=8192)
+    server.engine.script.answer = CALL
+    asking = Server(server.base_url, "")
+    await asyncio.to_thread(attempt, DIALECTS["chat"], "test-model", asking.post)
+    made = {request.session_id for request in server.engine.submitted}
+    (name,) = made
+    assert (await server.http.get(f"/v1/sessions/{name}/messages")).status_code == 200
+    assert await asyncio.to_thread(asking.delete_sessions) == []
+    assert (await server.http.get(f"/v1/sessions/{name}/messages")).status_code == 404
+    server.engine.session_error = "undeleted"
+    await asyncio.to_thread(attempt, DIALECTS["chat"], "test-model", asking.post)
+    assert len(await asyncio.to_thread(asking.delete_sessions)) == 1, "what stays is told"
