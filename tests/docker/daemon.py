@@ -33,6 +33,10 @@ IMAGES = {
             && ln -s redis-server /usr/bin/valkey-server && ln -s redis-cli /usr/bin/valkey-cli
         VOLUME /data
         WORKDIR /data""",
+    "redis:7-alpine": """
+        RUN install -d -o redis /data
+        VOLUME /data
+        WORKDIR /data""",
     "haproxy:3.0-alpine": "USER haproxy",
     "prom/prometheus:v3.5.0": """
         RUN install -d -o nobody -g nogroup /prometheus

@@ -94,8 +94,12 @@ def test_what_the_dashboards_show_is_everything_that_may_be_a_fault() -> None:
 def test_there_is_an_alert_for_what_should_wake_somebody_up() -> None:
     assert {name for name, _ in alerts()} >= {
         *("ReplicaGone", "NoReplica", "BreakerOpen", "DirectoryFull", "NoUploads", "OutboxGrows", "WaitsOverTarget"),
-        *("EngineDown", "AnswersLost", "WrongKv"),
+        *("EngineDown", "AnswersLost", "WrongKv", "ServerGone", "DiskAway"),
     }
+    config = yaml.safe_load((DOCKER / "prometheus.yaml").read_text(encoding="utf-8"))
+    assert config["rule_files"] == [ALERTS.name]
+    (job,) = config["scrape_configs"]
+    assert f'up{{job="{job["job_name"]}"}} == 0' in dict(alerts())["ServerGone"]
     for group in yaml.safe_load(ALERTS.read_text(encoding="utf-8"))["groups"]:
         for rule in group["rules"]:
             assert rule["labels"]["severity"] in ("warning", "critical")

@@ -10,7 +10,7 @@ import yaml
 
 from reprise.app.settings.sources import load_settings
 from reprise.fleet.secrets import RAY_PASSWORD, RAY_TOKEN, make_secrets
-from tests.docker.test_one_server import DOCKER, image_environment
+from tests.docker.test_one_server import DOCKER, by_default, image_environment
 
 SERVICES: dict[str, dict[str, Any]] = yaml.safe_load((DOCKER / "compose.fleet.yaml").read_text(encoding="utf-8"))[
     "services"
@@ -24,7 +24,7 @@ def mounts(service: dict[str, Any]) -> dict[str, str]:
     """Return target -> source; empty: a volume of this container's own."""
     found = {}
     for volume in service.get("volumes", ()):
-        source, _, rest = volume.partition(":")
+        source, _, rest = by_default(volume).partition(":")
         found[rest.partition(":")[0] or source] = source if rest else ""
     return found
 
@@ -65,7 +65,10 @@ def test_every_service_is_hardened(name: str) -> None:
 
 def test_only_haproxy_is_published_besides_grafana_and_both_on_loopback() -> None:
     published = {name: service["ports"] for name, service in SERVICES.items() if "ports" in service}
-    assert published == {"haproxy": ["${REPRISE_LISTEN:-127.0.0.1:8000}:8000"], "grafana": ["127.0.0.1:3000:3000"]}
+    assert published == {
+        "haproxy": ["${REPRISE_LISTEN:-127.0.0.1:8000}:8000"],
+        "grafana": ["${REPRISE_GRAFANA_LISTEN:-127.0.0.1:3000}:3000"],
+    }
 
 
 def test_who_reaches_whom() -> None:
@@ -103,7 +106,7 @@ def test_members_load_their_settings_from_files_and_the_environment(service: str
 def test_with_ray_nodes_stand_where_replicas_stood() -> None:
     replica, node, head = SERVICES["replica"], RAYS["node"], RAYS["head"]
     assert RAY["replica"] == {"profiles": ["without-ray"]}
-    assert RAY["secrets"]["build"]["args"] == {"EXTRAS": "redis,fleet"}
+    assert by_default(RAY["secrets"]["build"]["args"]["EXTRAS"]) == "redis,fleet"
     assert replica["environment"].items() <= node["environment"].items()
     assert (node["networks"], mounts(node)) == (replica["networks"], mounts(replica))
     assert set(head["networks"]) == {"members", "directory"}

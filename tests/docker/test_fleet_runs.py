@@ -6,10 +6,8 @@ runs.
 """
 
 import json
-import os
 import shutil
 import sys
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,7 +20,8 @@ import pytest
 import yaml
 
 from benchmarks.harness.servers import free_port
-from tests.docker.daemon import BUILD_S, Docker, docker_daemon, make_images, run, skip_where_it_cannot_run
+from tests.docker.daemon import Docker, run
+from tests.docker.project import QUESTION, WAIT_S, Project, Stream, begun, wait_until
 from tests.docker.queries import ALERTS_TEST, DOCKER, FLEET, SERVER, alerts, shown
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
@@ -30,7 +29,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 ROOT = DOCKER.parent
 PROJECT = "reprise-test"
 RAY_FILE = "compose.ray.yaml"
-WAIT_S = 600.0  # on a busy machine
 REPLICAS, GATEWAYS = 2, 2
 # One thread: two replicas share a small machine. float32: an answer is the same after a resume.
 SMALL = {
@@ -44,40 +42,18 @@ SMALL = {
     "REPRISE_FLEET__DEADLINE_MS": "2000",
     "LOAD_ARGS": "--conversations 6 --rate 2 --think fixed:0.5 --scale 0.1 --max-context 600 --answer-tokens 20",
 }
-TOKENS = 500
-QUESTION = {"role": "user", "content": "Tell me the story of the old lighthouse and its keeper, slowly."}
 # What is there only after something that does not happen here: failures.
 ONLY_AFTERWARDS = ("reprise_load_failures_total", "reprise_failed_generations_total")
 
 
 @dataclass
-class Fleet:
+class Fleet(Project):
     """The containers of compose.fleet.yaml."""
 
-    docker: Docker
-    file: Path
-    environ: dict[str, str]
-    url: str
     ready_after_s: float = 0.0
-    key: str = ""
-
-    def compose(self, *words: str, timeout_s: float = WAIT_S, check: bool = True) -> str:
-        command = ("docker-compose", "--file", str(self.file), "--project-name", PROJECT, *words)
-        return run(*command, environ=self.environ, timeout_s=timeout_s, check=check)
-
-    def containers(self, service: str = "") -> list[str]:
-        """Return the ids of those that run, of one service or all."""
-        labels = [f"label=com.docker.compose.project={PROJECT}"]
-        labels += [f"label=com.docker.compose.service={service}"] if service else []
-        return self.docker("ps", "--quiet", *(word for label in labels for word in ("--filter", label))).split()
 
     def secret(self, name: str) -> str:
         return self.docker("exec", self.containers("gateway")[0], "cat", f"/run/fleet/{name}").strip()
-
-    def ask(self, path: str, **options: Any) -> httpx.Response:
-        key = options.pop("key", self.key)
-        headers = {"authorization": f"Bearer {key}"} if key else {}
-        return httpx.request(options.pop("method", "GET"), self.url + path, headers=headers, timeout=WAIT_S, **options)
 
     def wait_for_replicas(self, count: int) -> None:
         def is_so() -> bool:
@@ -115,49 +91,14 @@ class Fleet:
         return {expression for expression, answer in found if not json.loads(answer)["data"]["result"]}
 
 
-def wait_until(is_so: Any, what: str, wait_s: float = WAIT_S) -> None:
-    end_s = time.monotonic() + wait_s
-    while not is_so():
-        assert time.monotonic() < end_s, f"waited in vain for {what}"
-        time.sleep(0.5)
-
-
 @pytest.fixture(scope="module")
-def docker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Docker]:
-    skip_where_it_cannot_run()
-    directory = tmp_path_factory.mktemp("docker")
-    try:
-        with docker_daemon(directory) as docker:
-            tell("images of Debian's packages", lambda: make_images(docker, directory))
-            yield docker
-    finally:
-        shutil.rmtree(directory)
-
-
-@pytest.fixture(scope="module")
-def fleet(docker: Docker, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    tree = tmp_path_factory.mktemp("tree")
-    copy_sources(tree)
-    tell("wheels", lambda: bring_wheels(tree / "docker" / "wheels"))
-    build = (
-        "build",
-        "--file",
-        str(tree / "docker" / "Dockerfile"),
-        "--build-arg",
-        "PIP_NO_INDEX=1",
-        "--build-arg",
-        "EXTRAS=redis,fleet",
-        "--tag",
-        "reprise",
-    )
-    tell("the image", lambda: docker(*build, str(tree), timeout_s=BUILD_S))
-    shutil.rmtree(tree / "docker" / "wheels")
+def fleet(docker: Docker, tree: Path) -> Iterator[Fleet]:
     port = free_port()
     environ = {
         **docker.environ, **SMALL, "REPRISE_LISTEN": f"127.0.0.1:{port}", "REPRISE_DIRECTORY_MAXMEMORY": "100mb",
         "COMPOSE_HTTP_TIMEOUT": str(int(WAIT_S)),
     }  # fmt: skip
-    fleet = Fleet(docker, for_docker_compose_1(tree / "docker"), environ, f"http://127.0.0.1:{port}")
+    fleet = Fleet(docker, PROJECT, for_docker_compose_1(tree / "docker"), environ, f"http://127.0.0.1:{port}")
     try:
         began_s = time.monotonic()
         fleet.compose("up", "--detach", "--scale", f"replica={REPLICAS}")
@@ -169,35 +110,6 @@ def fleet(docker: Docker, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     finally:
         print(fleet.compose("logs", "--tail", "40", "--no-color", check=False)[-20_000:])
         fleet.compose("down", "--volumes", "--remove-orphans", check=False)
-
-
-def copy_sources(tree: Path) -> None:
-    """Copy what travels to the builder, links as links, and the container files."""
-    sent = [line[1:].rstrip("/") for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
-    for name in (*sent, "docker", ".dockerignore"):
-        source, target = ROOT / name, tree / name
-        if source.is_dir():
-            shutil.copytree(
-                source, target, symlinks=True, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__")
-            )
-        else:
-            shutil.copy2(source, target)
-
-
-def bring_wheels(directory: Path) -> None:
-    """Download what the image is built of, unless it lies there."""
-    if not any(directory.glob("torch-*.whl")):
-        arguments = os.environ.get("PIP_ARGS", "")
-        run(
-            "make",
-            "--no-print-directory",
-            "wheels",
-            f"WHEELS={directory}",
-            f"PIP_ARGS={arguments}",
-            "IMAGE_EXTRAS=redis,fleet",
-            cwd=ROOT,
-            timeout_s=BUILD_S,
-        )
 
 
 def for_docker_compose_1(directory: Path) -> Path:
@@ -213,58 +125,7 @@ def for_docker_compose_1(directory: Path) -> Path:
     return path
 
 
-def tell(what: str, work: Any) -> None:
-    began_s = time.monotonic()
-    work()
-    print(f"{what}: {time.monotonic() - began_s:.0f} s", file=sys.__stderr__)
-
-
 # --- a chat -----------------------------------------------------------------------------------------------------------
-
-
-class Stream(threading.Thread):
-    """An answer while it comes."""
-
-    def __init__(self, fleet: Fleet, **changes: Any) -> None:
-        super().__init__(daemon=True)
-        self._fleet = fleet
-        self._body = {
-            "model": "bundled", "messages": [QUESTION], "max_tokens": TOKENS, "ignore_eos": True, "stream": True,
-            "temperature": 0, **changes,
-        }  # fmt: skip
-        self.pieces: list[str] = []
-        self.served_by = ""
-        self.is_done = False
-        self.problem: object = None
-
-    def run(self) -> None:
-        try:
-            headers = {"authorization": f"Bearer {self._fleet.key}"}
-            url = f"{self._fleet.url}/v1/chat/completions"
-            with httpx.stream("POST", url, json=self._body, headers=headers, timeout=WAIT_S) as answer:
-                if answer.status_code != 200:
-                    self.problem = answer.read()
-                    return
-                self.served_by = answer.headers["x-route"].split(";")[0].removeprefix("replica=")
-                for line in answer.iter_lines():
-                    if line.startswith("data: {"):
-                        event = json.loads(line.removeprefix("data: "))
-                        self.problem = self.problem or event.get("error")
-                        self.pieces += [choice["delta"].get("content") or "" for choice in event.get("choices", ())]
-                    self.is_done |= line == "data: [DONE]"
-        except httpx.HTTPError as error:
-            self.problem = error
-
-    def whole(self) -> str:
-        self.join(WAIT_S)
-        assert self.problem is None
-        assert self.is_done
-        return "".join(self.pieces)
-
-
-def begun(stream: Stream) -> Stream:
-    stream.start()
-    return stream
 
 
 def test_a_chat_through_the_published_port(fleet: Fleet) -> None:

@@ -17,6 +17,17 @@ ROOT = Path(__file__).parents[2]
 DOCKER = ROOT / "docker"
 OVERLAYS = ["compose.cuda.yaml", "compose.redis.yaml"]
 KEY = "a-long-enough-key"
+# Settings that the files fix, since something else in them depends on it: an address that is published, a volume, a
+# time after which Docker kills, a key that must be there (it comes from REPRISE_API_KEYS).
+FIXED = {
+    *("server.host", "server.port", "server.api_keys", "server.allow_unauthenticated", "server.drain_s"),
+    *("server.tenant_secret_file", "cache.disk_dir"),
+}
+# Those of a fleet, where keys are in a file of the members' and logs are JSON.
+FIXED_IN_FLEETS = FIXED | {
+    *("server.keys_file", "server.admin_keys", "server.hostnames", "server.log_format", "cache.redis_url"),
+    "cache.redis_gib",  # has a default there
+}
 
 
 def image_environment() -> dict[str, str]:
@@ -42,6 +53,11 @@ def compose(*overlays: str) -> dict[str, Any]:
 def compose_file(name: str) -> dict[str, Any]:
     found: dict[str, Any] = yaml.safe_load((DOCKER / name).read_text(encoding="utf-8"))
     return found
+
+
+def by_default(text: str) -> str:
+    """Return what compose reads where no variable is set."""
+    return re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", text)
 
 
 def resolved(environment: dict[str, Any], host: dict[str, str]) -> dict[str, str]:
@@ -106,7 +122,7 @@ def test_the_image_listens_everywhere_and_only_with_keys():
 def test_only_the_server_is_published_and_on_loopback_alone():
     for overlays in ([], *([overlay] for overlay in OVERLAYS), OVERLAYS):
         services = compose(*overlays)["services"]
-        assert services["server"]["ports"] == ["127.0.0.1:8000:8000"]
+        assert services["server"]["ports"] == ["${REPRISE_LISTEN:-127.0.0.1:8000}:8000"]
         assert [name for name, service in services.items() if "ports" in service] == ["server"]
 
 
@@ -127,14 +143,21 @@ def test_what_people_set_is_handed_on_to_every_kind_of_server() -> None:
     of_one_server = compose()["services"]["server"]["environment"]
     of_a_replica = compose_file("compose.fleet.yaml")["services"]["replica"]["environment"]
     of_a_node = compose_file("compose.ray.yaml")["services"]["node"]["environment"]
-    for section, servers in {
-        **dict.fromkeys(("model", "engine", "weights"), (of_one_server, of_a_replica, of_a_node)),
-        "limits": (of_one_server,),
-    }.items():
-        wanted = {variable_of(name) for name, _ in known_settings() if name.startswith(f"{section}.")}
-        for environment in servers:
-            assert wanted <= environment.keys()
-            assert {environment[name] for name in wanted} == {None}
+    of_a_gateway = compose_file("compose.fleet.yaml")["services"]["gateway"]["environment"]
+    names = {name for name, _ in known_settings() if not name.startswith("fleet.")}
+    limits = {name for name in names if name.startswith("limits.")}
+    for environment, wanted in (
+        (of_one_server, names - FIXED),
+        (of_a_replica, names - FIXED_IN_FLEETS),
+        (of_a_node, names - FIXED_IN_FLEETS),
+        (of_a_gateway, limits | {"server.cors_origins", "server.access_log"}),
+    ):
+        variables = {variable_of(name) for name in wanted}
+        assert variables <= environment.keys(), variables - environment.keys()
+        assert {environment[name] for name in variables} == {None}
+        assert not {variable_of(name) for name in FIXED - {"server.tenant_secret_file", "server.api_keys"}} & (
+            environment.keys()
+        )
     host = {"REPRISE_MODEL__EXACT": "on", "REPRISE_MODEL__WEIGHTS": "q8", "REPRISE_SERVER__ADMIN_KEYS": "an-admin-key"}
     found = settings(host)
     assert (found.model.exact, found.model.weights, found.server.admin_keys) == ("on", "q8", ("an-admin-key",))
@@ -142,24 +165,59 @@ def test_what_people_set_is_handed_on_to_every_kind_of_server() -> None:
 
 def test_what_has_to_outlive_a_container_lies_on_a_volume():
     server = compose()["services"]["server"]
-    mounted = [PurePosixPath(volume.split(":")[1]) for volume in server["volumes"]]
+    volumes = [by_default(volume).split(":") for volume in server["volumes"]]
+    mounted = [PurePosixPath(volume[1]) for volume in volumes]
     assert server["read_only"]
     # Else every start would compile for a minute, and Triton, which must be able to write, would not start at all.
     for name in ("REPRISE_CACHE__DISK_DIR", "NUMBA_CACHE_DIR", "TRITON_CACHE_DIR"):
         place = PurePosixPath(image_environment()[name])
         assert any(place.is_relative_to(volume) for volume in mounted), name
-    assert {volume.split(":")[0] for volume in server["volumes"]} == compose()["volumes"].keys()
+    assert {volume[0] for volume in volumes} == compose()["volumes"].keys()
+
+
+@pytest.mark.parametrize(
+    ("file", "service"), [("compose.yaml", "server"), ("compose.fleet.yaml", "replica"), ("compose.ray.yaml", "node")]
+)
+def test_models_of_the_host_are_mounted_where_a_directory_is_named(file: str, service: str) -> None:
+    mount = "${REPRISE_MODELS:-models}:/models:ro"
+    assert mount in compose_file(file)["services"][service]["volumes"]
+    # A new volume takes over the owner of what it covers: the server must be able to write in it as hub's cache.
+    (line,) = re.findall("install -d -o reprise -g reprise (/var.*) ", (DOCKER / "Dockerfile").read_text("utf-8"))
+    assert {"/models", "/home/reprise/.cache/huggingface"} <= set(line.split())
+
+
+def test_the_example_of_variables_names_only_those_that_are_used() -> None:
+    text = (DOCKER / ".env.example").read_text(encoding="utf-8")
+    named = set(re.findall(r"^#?([A-Z][A-Z_]+)=", text, re.MULTILINE))
+    files = "".join(file.read_text(encoding="utf-8") for file in DOCKER.glob("compose*.yaml"))
+    used = set(re.findall(r"\$\{(\w+)", files)) | set(re.findall(r"^ +(\w+):(?: #.*)?$", files, re.MULTILINE))
+    assert named - {"COMPOSE_FILE"} <= used
+    # What a server cannot start without is there, and nothing else is set.
+    assert re.findall(r"^(\w+)=", text, re.MULTILINE) == ["REPRISE_API_KEYS"]
+    assert set(re.findall(r"\$\{(\w+)", (DOCKER / "compose.yaml").read_text(encoding="utf-8"))) <= named
+    ignored = (ROOT / ".gitignore").read_text(encoding="utf-8").splitlines()
+    assert {"/docker/.env", "/docker/compose.override.yaml"} <= set(ignored)  # keys are in them
+
+
+@pytest.mark.parametrize("file", ["compose.yaml", "compose.cuda.yaml", "compose.fleet.yaml", "compose.ray.yaml"])
+def test_more_of_the_extras_can_be_built_in(file: str) -> None:
+    """A server whose traces go somewhere needs `otel`, which the image lacks by default."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    (extras,) = (one["build"]["args"]["EXTRAS"] for one in compose_file(file)["services"].values() if "build" in one)
+    assert extras.startswith("${REPRISE_EXTRAS:-")
+    assert set(by_default(extras).split(",")) <= project["optional-dependencies"].keys()
 
 
 def test_with_a_gpu_the_image_has_what_it_needs_and_asks_for_the_device():
     server = compose("compose.cuda.yaml")["services"]["server"]
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
-    wanted = server["build"]["args"]["EXTRAS"].split(",")
+    wanted = by_default(server["build"]["args"]["EXTRAS"]).split(",")
     assert "cuda" in wanted
     assert set(wanted) <= extras.keys()
     assert not [text for extra in wanted for text in extras[extra] if text.startswith("flash-attn")]  # needs a compiler
     (device,) = server["deploy"]["resources"]["reservations"]["devices"]
     assert device["capabilities"] == ["gpu"]
+    assert device["count"] == "${REPRISE_GPUS:-1}"
     assert server["image"] != compose()["services"]["server"]["image"]
     assert settings({}, "compose.cuda.yaml").engine.device == "cuda"
 
@@ -173,3 +231,14 @@ def test_redis_is_used_where_it_is_started_and_forgets_nothing():
     command = services[host]["command"]
     assert command[command.index("--maxmemory-policy") + 1] == "noeviction"
     assert "redis" in (DOCKER / "Dockerfile").read_text(encoding="utf-8").split("ARG EXTRAS=")[1].splitlines()[0]
+
+
+def test_redis_can_do_no_more_than_it_must() -> None:
+    redis = compose("compose.redis.yaml")["services"]["redis"]
+    assert (redis["read_only"], redis["cap_drop"], redis["user"]) == (True, ["ALL"], "redis")
+    assert redis["security_opt"] == ["no-new-privileges:true"]
+    # Twice its data, since a rewrite of its file takes a copy of what changes meanwhile.
+    maxmemory = redis["command"][redis["command"].index("--maxmemory") + 1]
+    assert (maxmemory, redis["mem_limit"]) == ("1gb", "2g")
+    assert redis["volumes"] == ["redis:/data"]
+    assert redis["command"][redis["command"].index("--appendonly") + 1] == "yes"
