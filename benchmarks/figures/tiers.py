@@ -75,40 +75,6 @@ def _later(values: Result) -> list[str]:
     ]
 
 
-def draw_overlap(result: Result, out: Path) -> None:
-    """Share of load time hidden by read buffer (AttentionStore Fig. 19)."""
-    figure, (left,) = panels()
-    keys = sorted({(arm["disk_gbps"], arm["new_tokens"]) for arm in result["loading"]})
-    for key, color, style in zip(keys, (GREY, GREY, BLUE, BLUE), ("--", "-", "--", "-"), strict=False):
-        arms = [arm for arm in result["loading"] if (arm["disk_gbps"], arm["new_tokens"]) == key]
-        labels = ["all" if arm["read_buffer_layers"] < 0 else str(arm["read_buffer_layers"]) for arm in arms]
-        shares = [100 * arm["hidden"]["median"] for arm in arms]
-        left.plot(labels, shares, style, marker="o", color=color, label=f"{key[0]} GB/s, {key[1]} new tokens")
-    left.set(xlabel="read buffer, layers", ylabel="load time hidden, %", ylim=(0, 105))
-    left.legend(frameon=False, fontsize=8)
-    save_panels(figure, (left,), out)
-
-
-def _spread(found: Result) -> str:
-    return f"{found['median']:.1%} ({found['min']:.1%} to {found['max']:.1%})"
-
-
-def overlap_section(result: Result, figure: str, footer: str) -> list[str]:
-    hidden: dict[tuple[float, int], dict[int, str]] = {}
-    for arm in result["loading"]:
-        hidden.setdefault((arm["disk_gbps"], arm["new_tokens"]), {})[arm["read_buffer_layers"]] = _spread(arm["hidden"])
-    buffers = ("all" if layers < 0 else f"{layers} layers" for layers in next(iter(hidden.values())))
-    heads = " | ".join(("disk, GB/s | new tokens", *buffers))
-    return titled(
-        "Loading behind computation",
-        f"![Overlap]({figure})",
-        "Jobs back to back on a random 125 M-shape model (bf16), histories of 1,000 to 1,500 tokens on a throttled "
-        "disk, 20 decode steps; no DRAM tier. Share of the load time that is hidden, by the layers of the read buffer:",
-        table(heads, ([*setting, *shares.values()] for setting, shares in hidden.items())),
-        footer,
-    )
-
-
 def rotation_section(result: Result, footer: str) -> list[str]:
     settings = result["settings"]
     rates: dict[tuple[str, str], dict[str, str]] = {}
@@ -129,11 +95,9 @@ def rotation_section(result: Result, footer: str) -> list[str]:
 
 def tier_sections(load: Callable[[str], Result], footer: Callable[[Result], str], docs: Path) -> list[str]:
     """Return the sections; draws their figures into `docs`."""
-    hierarchy, overlap, rotation = (load(name) for name in ("hierarchy", "overlap", "rotation"))
+    hierarchy, rotation = (load(name) for name in ("hierarchy", "rotation"))
     draw_hierarchy(hierarchy, docs / "hierarchy.png")
-    draw_overlap(overlap, docs / "overlap.png")
     return [
         *hierarchy_section(hierarchy, "hierarchy.png", footer(hierarchy)),
-        *overlap_section(overlap, "overlap.png", footer(overlap)),
         *rotation_section(rotation, footer(rotation)),
     ]

@@ -124,7 +124,7 @@ TABLE: tuple[Stated, ...] = (
     Stated("what a tier keeps", "copies: what leaves DRAM stays on disk, what is fetched does too", "as the server"),
     Stated("CaR's machine", "8 A100-40GB, CXL 64 GB/s; OPT-30B 2.6 GB per 2K tokens", "CaR §IV"),
     Stated("KV of CaR's models", "fp16, all heads their own: 4 bytes per layer and width", _OURS),
-    Stated("saving", "hides behind compute", f"{_AS} §3.2.2; measured in benchmarks/results/overlap.json"),
+    Stated("saving", "hides behind compute", f"{_AS} §3.2.2"),
     Stated("the disk", "one transfer at a time; writes wait in DRAM for the time between reads", _OURS),
 )  # fmt: skip
 

@@ -61,6 +61,6 @@ def test_hit_rates_count_tokens_from_the_third_turn_on():
 
 def test_committed_results_become_tables_and_figures(tmp_path):
     text = "\n".join(tier_sections(load, lambda result: "footer", tmp_path))
-    assert all((tmp_path / f"{name}.png").stat().st_size > 1000 for name in ("hierarchy", "overlap"))
+    assert (tmp_path / "hierarchy.png").stat().st_size > 1000
     assert "`attentionstore`, after a restart" in text
     assert "| 6 of 8 | on | 1.000 |" in text
