@@ -1,4 +1,4 @@
-"""The sections of docs/results/tiers.md about conversations over the tiers, and their figures."""
+"""The section of docs/results/tiers.md about conversations over the tiers, and its figure."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -75,29 +75,8 @@ def _later(values: Result) -> list[str]:
     ]
 
 
-def rotation_section(result: Result, footer: str) -> list[str]:
-    settings = result["settings"]
-    rates: dict[tuple[str, str], dict[str, str]] = {}
-    for arm in result["arms"]:
-        tiers = f"{arm['capacity']} of {settings['conversations']}", "on" if arm["disk"] else "off"
-        rates.setdefault(tiers, {})[arm["policy"]] = f"{arm['hit_rate']:.3f}"
-    policies = next(iter(rates.values()))
-    return titled(
-        "Tiers slightly too small, in strict rotation",
-        f"{settings['conversations']} conversations of the bundled model, {settings['turns']} equal turns each, one at "
-        f"a time; hit rate in tokens from turn {settings['counted_from_turn']} on.",
-        table(
-            " | ".join(("HBM + DRAM hold | disk", *policies)), ([*tiers, *row.values()] for tiers, row in rates.items())
-        ),
-        footer,
-    )
-
-
 def tier_sections(load: Callable[[str], Result], footer: Callable[[Result], str], docs: Path) -> list[str]:
-    """Return the sections; draws their figures into `docs`."""
-    hierarchy, rotation = (load(name) for name in ("hierarchy", "rotation"))
+    """Return the section; draws its figure into `docs`."""
+    hierarchy = load("hierarchy")
     draw_hierarchy(hierarchy, docs / "hierarchy.png")
-    return [
-        *hierarchy_section(hierarchy, "hierarchy.png", footer(hierarchy)),
-        *rotation_section(rotation, footer(rotation)),
-    ]
+    return hierarchy_section(hierarchy, "hierarchy.png", footer(hierarchy))

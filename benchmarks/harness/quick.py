@@ -31,7 +31,6 @@ STANDING = (
     "speed.raw_speed",
     "speed.hierarchy",
     "speed.modes",
-    "speed.rotation",
     "speed.restart",
     "speed.zero_reuse_steps",
     "speed.planning_cost",
