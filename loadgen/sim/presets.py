@@ -20,7 +20,7 @@ _THINK = "lognormal:24,1.05"  # as in `reprise load`
 @dataclass(frozen=True, slots=True)
 class Saturation:
     """Parameters of a load in which sessions always wait, which the AttentionStore paper does not state.
-    `benchmarks.paper.fit` fits them to the paper's results for LRU and FIFO."""
+    They were fitted to the paper's results for LRU and FIFO (docs/decisions/0055-programs-that-answered-once.md)."""
 
     opening_tokens: float  # mean length of the first prompt
     turn_tokens: float  # mean length of a later turn, prompt and answer
