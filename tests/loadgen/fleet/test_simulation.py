@@ -11,12 +11,13 @@ from reprise.fleet.scaling import Limits
 from reprise.loadgen.fleet import books
 from reprise.loadgen.fleet.result import summarize
 from reprise.loadgen.fleet.simulation import FleetConfig, FleetSimulation
-from reprise.loadgen.fleet.workload import REPLICA, SERVER, conversations
+from reprise.loadgen.fleet.workload import SERVER
 from reprise.loadgen.percentile import percentile
 from reprise.loadgen.sim import BrokenBooks, Config, Costs, Machine
 from reprise.loadgen.sim.simulated_server import SimulatedServer
 from reprise.loadgen.workloads.workload import Conversation, Turn
 from tests.example_counts import examples
+from tests.loadgen.fleet.chats_and_agents import REPLICA, conversations
 
 MACHINE = Machine(
     name="small", gpus=1, num_layers=4, kv_bytes_per_token=1.0, window=100_000, max_seqs=2, dram_to_hbm=1e4,
