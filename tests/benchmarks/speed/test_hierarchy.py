@@ -2,8 +2,7 @@
 
 import pytest
 
-from benchmarks.figures.tiers import tier_sections
-from benchmarks.harness.result_files import load
+from benchmarks.figures import draw
 from benchmarks.speed import hierarchy
 from benchmarks.speed.hierarchy import Sample
 
@@ -48,6 +47,6 @@ def test_a_coded_dram_is_held_to_hold_everything_and_to_be_fast(ms, tier, held):
 
 
 def test_committed_results_become_tables_and_figures(tmp_path):
-    text = "\n".join(tier_sections(load, lambda result: "footer", tmp_path))
+    text = draw.page("tiers", tmp_path)
     assert (tmp_path / "hierarchy.png").stat().st_size > 1000
     assert "`attentionstore`, after a restart" in text

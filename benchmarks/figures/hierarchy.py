@@ -1,6 +1,5 @@
-"""The section of docs/results/tiers.md about conversations over the tiers, and its figure."""
+"""Shows conversations that overflow HBM: a picture and a section."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ HIERARCHY_ARMS = {
 """Arm -> its line's color, its style and what it is."""
 
 
-def draw_hierarchy(result: Result, out: Path) -> None:
+def draw(result: Result, out: Path) -> None:
     """Time to first token by turn, where HBM holds a quarter of the conversations."""
     figure, (axis,) = panels(1, (7.6, 3.8))
     for arm, (color, style, label) in HIERARCHY_ARMS.items():
@@ -36,7 +35,7 @@ def draw_hierarchy(result: Result, out: Path) -> None:
     save_panels(figure, (axis,), out)
 
 
-def hierarchy_section(result: Result, figure: str, footer: str) -> list[str]:
+def section(result: Result, machine: str) -> list[str]:
     turns = [str(turn) for turn in range(1, result["workload"]["turns"] + 1)]
     each = " | ".join(f"turn {turn}" for turn in turns)
     heads = f"server | {each} | turns 2 on (p90) | history reused | from HBM / DRAM / disk, tokens"
@@ -55,14 +54,14 @@ def hierarchy_section(result: Result, figure: str, footer: str) -> list[str]:
     )
     return titled(
         "Conversations that overflow HBM",
-        f"![Time to first token by turn]({figure})",
+        "![Time to first token by turn](hierarchy.png)",
         "Eight conversations in rotation on a random 125 M-shape model (bf16): a first prompt of 1,000 tokens, then "
         f"about {result['workload']['turn_tokens']} new ones a turn, answers of {result['workload']['answer_tokens']}; "
         "HBM holds 2 of them, DRAM 3 (`disk`: none), the rest is on disk; with `ample` all are in HBM. TTFT p50 in ms, "
         "servers turn about in one run.",
         table(heads, rows),
         f"Turn {turns[-1]}, ratio of medians (least to most of the pairs): {ratios}",
-        footer,
+        machine,
     )
 
 
@@ -73,10 +72,3 @@ def _later(values: Result) -> list[str]:
         "-" if reused is None else f"{reused:.1%}",
         " / ".join(f"{tokens[tier]:,}" for tier in ("hbm", "dram", "disk")),
     ]
-
-
-def tier_sections(load: Callable[[str], Result], footer: Callable[[Result], str], docs: Path) -> list[str]:
-    """Return the section; draws its figure into `docs`."""
-    hierarchy = load("hierarchy")
-    draw_hierarchy(hierarchy, docs / "hierarchy.png")
-    return hierarchy_section(hierarchy, "hierarchy.png", footer(hierarchy))
