@@ -70,7 +70,7 @@ APP_FLOORS = (
 # wing whose list is empty is known to the composition roots alone.
 COMPOSES = (*COMPOSITION_ROOTS, "engine.build", "engine.process.rank")
 WINGS: dict[str, tuple[str, ...]] = {
-    "fleet": ("loadgen.fleet.baselines", "loadgen.fleet.simulation"),  # the simulator runs the classes of the server
+    "fleet": ("loadgen.fleet.simulation",),  # the simulator runs the classes of the server
     "engine.ranks": (),
     "engine.codec": (),
     "engine.model.offload": (),

@@ -1,13 +1,12 @@
 """Shows what codecs lose and take, and what reading in part saves: a picture and sections of docs/results.md."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
 
 from benchmarks.figures.panels import held, perplexity, save_panels, table, titled, with_error
-from benchmarks.harness.result_files import BLUE, GREY
+from benchmarks.harness.result_files import BLUE, GREY, load
 
 BLOCK_TOKENS, BYTES_PER_NUMBER = 32, 2
 
@@ -35,7 +34,7 @@ def draw(result: dict[str, Any], out: Path) -> None:
     save_panels(figure, (left, right), out)
 
 
-def section(result: dict[str, Any]) -> list[str]:
+def section(result: dict[str, Any], machine: str) -> list[str]:
     rows = [
         (name, f"{row['bytes_of_raw']:.3f}", with_error(row), f"{row['same_choice']:.2%}", perplexity(row))
         for name, row in result["codecs"].items()
@@ -47,10 +46,12 @@ def section(result: dict[str, Any]) -> list[str]:
         "documents that calibrated nothing: what the model says next behind a coded history, beside a raw one. ± is "
         "one standard error. A budget decides the steps of all layers at once, so layers differ in bits.",
         table("codec | bytes, x raw | KL, nats | same choice | perplexity", rows),
+        held(result),
+        machine,
     )
 
 
-def speed_section(result: dict[str, Any]) -> list[str]:
+def speed_section(result: dict[str, Any], machine: str) -> list[str]:
     core = result["core"]
     rows = [
         (row["arm"], row["disk"], f"{row['ttft_ms_p50']:.0f}",
@@ -64,10 +65,12 @@ def speed_section(result: dict[str, Any]) -> list[str]:
         f"One core, MB of raw KV a second: encode {core['encode_mb_per_s']:.0f}, decode {core['decode_mb_per_s']:.0f}. "
         f"A turn behind {result['settings']['tokens']:,} tokens that come from the disk:",
         table(" | disk | TTFT p50, ms | least to most | loading p50, ms | of the history loaded", rows),
+        held(result),
+        machine,
     )
 
 
-def selector_section(result: dict[str, Any]) -> list[str]:
+def selector_section(result: dict[str, Any], machine: str) -> list[str]:
     rows = [
         (row["streams"], f"{row['context']:,}", *(f"{row['tokens_per_s'][arm]:.1f}" for arm in ("none", "pairs")),
          f"{row['ratio']:.2f}", "{:.2f} to {:.2f}".format(*row["ratio_range"]))
@@ -77,11 +80,14 @@ def selector_section(result: dict[str, Any]) -> list[str]:
         "Decoding that reads a tenth",
         "Tokens decoded a second, reading the whole context and reading what `pairs` choose.",
         table("sequences | context | whole | pairs | ratio | of a round", rows),
+        held(result),
+        machine,
     )
 
 
-def draw_selectors(speed: dict[str, Any], quality: dict[str, Any], out: Path) -> None:
+def draw_selectors(quality: dict[str, Any], out: Path) -> None:
     """Left tokens decoded a second by context; right how many needles are found, by the share of rows that is read."""
+    speed = load("selectors_speed_smollm2")
     figure, (left, right) = plt.subplots(1, 2, figsize=(9.6, 3.6))
     for streams, style in ((1, "--"), (8, "-")):
         rows = sorted((row for row in speed["rows"] if row["streams"] == streams), key=lambda row: row["context"])
@@ -100,7 +106,7 @@ def draw_selectors(speed: dict[str, Any], quality: dict[str, Any], out: Path) ->
     save_panels(figure, (left, right), out)
 
 
-def reading_section(result: dict[str, Any]) -> list[str]:
+def reading_section(result: dict[str, Any], machine: str) -> list[str]:
     settings, needles = result["settings"], result["needles"]
     rows = [
         (f"{int(history):,}", arms["texts"], name, f"{result['read'].get(name, {'rows': 1.0})['rows']:.1%}",
@@ -116,10 +122,12 @@ def reading_section(result: dict[str, Any]) -> list[str]:
         table("behind | texts | selector | rows read | KL, nats | same choice | perplexity", rows),
         f"Of {needles['asked']} needles in books of {needles['context']:,} tokens, asked for one after the other: "
         f"{found}.",
+        held(result),
+        machine,
     )
 
 
-def activation_section(result: dict[str, Any]) -> list[str]:
+def activation_section(result: dict[str, Any], machine: str) -> list[str]:
     rows = [
         (name, f"{row['turn_ms']:.0f}", f"{row['loaded_mb']:.1f}", f"{row['reused']:.0%}")
         for name, row in result["arms"].items()
@@ -130,10 +138,12 @@ def activation_section(result: dict[str, Any]) -> list[str]:
         "V of their own; the disk has 0.15 GB/s. "
         f"K and V are made in {result['share_of_recompute']:.3f} of a recompute.",
         table("history | turn, ms | loaded, MB | reused", rows),
+        held(result),
+        machine,
     )
 
 
-def weight_section(result: dict[str, Any]) -> list[str]:
+def weight_section(result: dict[str, Any], machine: str) -> list[str]:
     rows = []
     for name, row in result["arms"].items():
         cells = [name, f"{row['copying_ms']:.1f}" if row["bytes"] else ""]
@@ -145,25 +155,6 @@ def weight_section(result: dict[str, Any]) -> list[str]:
         "Steps of 512 prompt tokens and of one decoded token, of a random model of the 125 M shape whose layers' "
         "weights are copied over a link of so many GB/s in every step.",
         table("weights | copying, ms | prefill, ms | waited | decode, ms | waited", rows),
+        held(result),
+        machine,
     )
-
-
-def sections(
-    load: Callable[[str], dict[str, Any]], machine: Callable[[dict[str, Any]], str], docs: Path
-) -> list[str]:  # fmt: skip
-    """Return the sections; draws their figures into `docs`."""
-    parts = {
-        "codecs_smollm2": section,
-        "codec_speed_smollm2": speed_section,
-        "activations": activation_section,
-        "selectors_speed_smollm2": selector_section,
-        "selectors_smollm2": reading_section,
-        "weights": weight_section,
-    }
-    draw(load("codecs_smollm2"), docs / "codecs.png")
-    draw_selectors(load("selectors_speed_smollm2"), load("selectors_smollm2"), docs / "selectors.png")
-    found = {name: load(name) for name in parts}
-    lines: list[str] = []
-    for name, result in found.items():
-        lines += [*parts[name](result), held(result), "", machine(result), ""]
-    return lines

@@ -5,16 +5,13 @@ python -m benchmarks.figures.draw
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.claims.read import machine_of
-from benchmarks.figures import codecs, cpu, drafts, gpu, int8_pages, scheduling
-from benchmarks.figures.fleet import fleet_sections
+from benchmarks.figures import codecs, cpu, drafts, fleet, gpu, hierarchy, int8_pages, scheduling, truncation
 from benchmarks.figures.panels import panels, save_panels, table, titled
-from benchmarks.figures.tiers import tier_sections
-from benchmarks.figures.truncation import draw as draw_truncation
-from benchmarks.figures.truncation import section as truncation_section
 from benchmarks.harness.result_files import BLUE, DOCS, GREY, command_of, load
 
 SHOWN_TURNS = (1, 2, 5, 10)  # rows of a table beside the picture, which has all turns
@@ -40,7 +37,7 @@ def machine(result: dict[str, Any]) -> str:
     return f"`{command_of(result)}`; {machine_of(result)}; {date}, {commit}."
 
 
-def speed_section(result: dict[str, Any]) -> list[str]:
+def speed_section(result: dict[str, Any], machine: str) -> list[str]:
     arms, ratios = result["arms"], result["ratios"]
     rows = (
         [name, *(f"{a[name]['median']:,.1f} ({a[name]['min']:,.1f} to {a[name]['max']:,.1f})" for a in arms.values()),
@@ -56,13 +53,11 @@ def speed_section(result: dict[str, Any]) -> list[str]:
         table(" | ".join(("", *arms, "reprise / transformers")), rows),
         "Prefill: more is better. TPOT: less is better. All cores together read memory at "
         f"{result['memory_read_gb_s']} GB/s, and a decode step reads all weights but the embedding, 176 MB.",
-        machine(result),
+        machine,
     )
 
 
-def dialogues(pictures: Path) -> list[str]:
-    result = load("replay_dialogues_smollm2")
-    draw_replay(result, pictures / "ttft_by_turn.png")
+def replay_section(result: dict[str, Any], machine: str) -> list[str]:
     rows = (
         [row["turn"], f"{row['prompt_tokens_p50']:.0f}", f"{row['prefix_ttft_ms_p50']:.1f}",
          f"{row['recompute_ttft_ms_p50']:.1f}", f"{row['recompute_ttft_ms_p50'] / row['prefix_ttft_ms_p50']:.2f}"]
@@ -78,36 +73,67 @@ def dialogues(pictures: Path) -> list[str]:
         f"each server, 8 conversations at once. {result['cached_ratio']:.2%} of the history tokens came from the cache "
         f"from the second turn on; {len(result['differences'])} differences in text, {len(result['errors'])} errors.",
         table("turn | prompt tokens p50 | TTFT p50 `prefix`, ms | TTFT p50 `recompute`, ms | ratio", rows),
-        machine(result),
+        machine,
     )  # fmt: skip
 
 
-def speed(pictures: Path) -> list[str]:
-    lines = speed_section(load("raw_speed"))
-    for name, module, picture in (
-        ("cpu_speed", cpu, "packed"), ("drafts_smollm2", drafts, "drafts"), ("int8_pages_smollm2", int8_pages, "int8"),
-    ):  # fmt: skip
-        result = load(name)
-        module.draw(result, pictures / f"{picture}.png")
-        lines += module.section(result, machine(result))
-    gpu.draw(load("gpu_day"), pictures / "gpu.png")
-    return lines
+@dataclass(frozen=True, slots=True)
+class Section:
+    """The part of a page that shows one result. `lines` is called with the result and the words that say what measured
+    it; `draw` with the result and the file of the picture."""
+
+    result: str
+    lines: Callable[[dict[str, Any], str], list[str]]
+    picture: str = ""
+    draw: Callable[[dict[str, Any], Path], None] | None = None
 
 
-def texts(pictures: Path) -> list[str]:
-    cut = load("truncation_smollm2")
-    draw_truncation(cut["parts"], pictures / "truncation.png")
-    return [*codecs.sections(load, machine, pictures), *truncation_section(cut["parts"]), machine(cut), ""]
-
-
-PAGES: dict[str, tuple[str, Callable[[Path], list[str]]]] = {
-    "speed": ("Speed of the model", speed),
-    "tiers": ("Tiers below HBM", lambda pictures: dialogues(pictures) + tier_sections(load, machine, pictures)),
-    "texts": ("What changes a text", texts),
-    "scheduling": ("The order of requests", lambda pictures: scheduling.sections(load, machine, pictures)),
-    "fleet": ("Fleets", lambda _: fleet_sections(load, machine)),
+PAGES: dict[str, tuple[str, list[Section]]] = {
+    "speed": (
+        "Speed of the model",
+        [
+            Section("raw_speed", speed_section),
+            Section("cpu_speed", cpu.section, "packed", cpu.draw),
+            Section("drafts_smollm2", drafts.section, "drafts", drafts.draw),
+            Section("int8_pages_smollm2", int8_pages.section, "int8", int8_pages.draw),
+        ],
+    ),
+    "tiers": (
+        "Tiers below HBM",
+        [
+            Section("replay_dialogues_smollm2", replay_section, "ttft_by_turn", draw_replay),
+            Section("hierarchy", hierarchy.section, "hierarchy", hierarchy.draw),
+        ],
+    ),
+    "texts": (
+        "What changes a text",
+        [
+            Section("codecs_smollm2", codecs.section, "codecs", codecs.draw),
+            Section("codec_speed_smollm2", codecs.speed_section),
+            Section("activations", codecs.activation_section),
+            Section("selectors_speed_smollm2", codecs.selector_section),
+            Section("selectors_smollm2", codecs.reading_section, "selectors", codecs.draw_selectors),
+            Section("weights", codecs.weight_section),
+            Section("truncation_smollm2", truncation.section, "truncation", truncation.draw),
+        ],
+    ),
+    "scheduling": (
+        "The order of requests",
+        [
+            Section("scheduling_simulated", scheduling.simulated_section, "classes", scheduling.draw),
+            Section("scheduling_served", scheduling.served_section),
+        ],
+    ),
+    "fleet": (
+        "Fleets",
+        [
+            Section("fleet_moves", fleet.moves),
+            Section("fleet_kills", fleet.kills),
+            Section("fleet_homes", fleet.homes),
+        ],
+    ),
 }
-"""Name -> title and content of each page in docs/results/."""
+"""Name -> title and sections of each page in docs/results/."""
 INTRODUCTION = (
     "[All results](../results.md), with a number on every line. The aims of a section are `held` in its file in "
     "`benchmarks/results/`."
@@ -117,7 +143,12 @@ INTRODUCTION = (
 def page(name: str, pictures: Path) -> str:
     """Draw a page's pictures into a folder, and return its text."""
     title, sections = PAGES[name]
-    lines = [f"# {title}", "", INTRODUCTION, "", *sections(pictures)]
+    lines = [f"# {title}", "", INTRODUCTION, ""]
+    for section in sections:
+        result = load(section.result)
+        if section.draw is not None:
+            section.draw(result, pictures / f"{section.picture}.png")
+        lines += section.lines(result, machine(result))
     return re.sub(r"\]\(([a-z0-9_]+\.(?:png|md))", r"](../\1", "\n".join(lines)).rstrip() + "\n"
 
 
@@ -125,6 +156,7 @@ def main() -> None:
     (DOCS / "results").mkdir(parents=True, exist_ok=True)
     for name in PAGES:
         (DOCS / "results" / f"{name}.md").write_text(page(name, DOCS), encoding="utf-8")
+    gpu.draw(load("gpu_day"), DOCS / "gpu.png")
 
 
 if __name__ == "__main__":

@@ -1,18 +1,10 @@
 """The sections of docs/results.md about fleets of real processes."""
 
-from collections.abc import Callable, Mapping
 from typing import Any
 
 from benchmarks.figures.panels import held, table, titled
 
 Result = dict[str, Any]
-
-
-def fleet_sections(load: Callable[[str], Result], footer: Callable[[Result], str]) -> list[str]:
-    lines: list[str] = []
-    for name, (title, body) in SECTIONS.items():
-        lines += titled(title, body(load(name)), held(load(name)), footer(load(name)))
-    return lines
 
 
 def two_columns(*rows: tuple[str, object]) -> list[str]:
@@ -23,7 +15,7 @@ def percent(share: float | None) -> str:
     return "-" if share is None else f"{100 * share:.1f}%"
 
 
-def moves(result: Result) -> list[str]:
+def moves(result: Result, machine: str) -> list[str]:
     headings = " | turns | history, tokens | from HBM / disk / Redis | TTFT p50 (p95), ms"
     rows = [
         (
@@ -33,18 +25,20 @@ def moves(result: Result) -> list[str]:
         )
         for arm, found in result["arms"].items()
     ]  # fmt: skip
-    return [
-        f"{result['replicas']} replicas of a random 125 M-shape model (float32). Every turn goes to one that never saw",
+    return titled(
+        "Conversations that change their server every turn",
+        f"{result['replicas']} replicas of a random 125 M-shape model (float32). Every turn goes to one that never saw "
         "its conversation, and asked of two servers: one keeps conversations on disk alone, one reuses nothing. "
         "The first turns are left out.",
-        "",
-        *table(headings, rows),
-    ]
+        table(headings, rows),
+        held(result),
+        machine,
+    )
 
 
-def kills(result: Result) -> list[str]:
+def kills(result: Result, machine: str) -> list[str]:
     pause_s, ended = result["pause_s"], result["turns_after_an_end"]
-    return two_columns(
+    figures = two_columns(
         ("kills", ", ".join(f"{what}: {count}" for what, count in result["kills"].items())),
         ("answers; streams broken", f"{sum(result['answers'].values())}; {result['streams_broken']}"),
         ("errors that clients saw", str(len(result["errors"]))),
@@ -56,19 +50,14 @@ def kills(result: Result) -> list[str]:
         ("the same, where the last answer had just ended",
          f"{percent(result['history_cached_after_an_end'])} in {ended}" if ended else "none"),
     )  # fmt: skip
+    return titled("Servers killed in the middle of answers", figures, held(result), machine)
 
 
-def homes(result: Result) -> list[str]:
+def homes(result: Result, machine: str) -> list[str]:
     at_home = {which: f"{percent(one['at_home'])} of {one['turns']}" for which, one in result["homes"].items()}
-    return two_columns(
+    figures = two_columns(
         ("flat out", f"{result['turns_per_s']:.1f} turns/s"),
         *((f"{which}: returning turns at home", share) for which, share in at_home.items()),
         ("TTFT p50 at half load", f"{result['ttft_ms']['half']:.0f} ms"),
     )
-
-
-SECTIONS: Mapping[str, tuple[str, Callable[[Result], list[str]]]] = {
-    "fleet_moves": ("Conversations that change their server every turn", moves),
-    "fleet_kills": ("Servers killed in the middle of answers", kills),
-    "fleet_homes": ("Turns that come home, behind two gateways", homes),
-}
+    return titled("Turns that come home, behind two gateways", figures, held(result), machine)

@@ -1,6 +1,5 @@
 """docs/results/scheduling.md and docs/classes.png: orders of the queue, simulated and on servers."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,10 @@ SHOWN = ("due", "car", "car-hidden")  # the orders that a server has, in the tab
 Result = dict[str, Any]
 
 
-def draw(row: Result, out: Path) -> None:
-    """Draw what the window bounds: how often a turn is passed, and how long the unluckiest waits."""
+def draw(result: Result, out: Path) -> None:
+    """Draw what the window bounds: how often a turn is passed, and how long the unluckiest waits. Of the rows, the one
+    with the longest queues where loads are no bottleneck."""
+    row = max(result["rows"], key=lambda row: (row["new_tokens"], -row["load_factor"], row["share"]))
     figure, axes = panels(2, (5.5, 3.8))
     passed, waits = axes
     longest_s: dict[str, list[float]] = {}
@@ -42,11 +43,6 @@ def draw(row: Result, out: Path) -> None:
     waits.set_ylim(top=1.15 * max(map(max, longest_s.values())))
     waits.legend(frameon=False, fontsize=8, ncols=len(COLORS), loc="upper center")  # above the bars
     save_panels(figure, axes, out)
-
-
-def drawn(rows: list[Result]) -> Result:
-    """The row with the longest queues where loads are no bottleneck."""
-    return max(rows, key=lambda row: (row["new_tokens"], -row["load_factor"], row["share"]))
 
 
 def simulated_section(result: Result, machine: str) -> list[str]:
@@ -143,12 +139,3 @@ def served_section(result: Result, machine: str) -> list[str]:
         "at most 1, mean and p95 of E2E at most 1, TPOT at most 1.02, tokens/s at least 0.99.",
         machine,
     )  # fmt: skip
-
-
-def sections(load: Callable[[str], Result], machine: Callable[[Result], str], docs: Path) -> list[str]:
-    """Return the sections; draws their figure into `docs`."""
-    simulated = load("scheduling_simulated")
-    draw(drawn(simulated["rows"]), docs / "classes.png")
-    lines = simulated_section(simulated, machine(simulated))
-    served = load("scheduling_served")
-    return lines + served_section(served, machine(served))

@@ -19,8 +19,9 @@ LABELS = {
 }
 
 
-def draw(parts: dict[str, Any], out: Path) -> None:
+def draw(result: dict[str, Any], out: Path) -> None:
     """Draw a conversation without end beside perplexities."""
+    parts = result["parts"]
     figure, axes = plt.subplots(1, 2, figsize=(13.0, 3.8), width_ratios=(1.6, 1.0))
     for axis, name, panel in zip(axes, ("endless", "perplexity"), (_turns, _bars), strict=True):
         panel(axis, parts[name])
@@ -57,8 +58,9 @@ def _bars(axis: Axes, perplexity: dict[str, Any]) -> None:
     axis.set(title="Perplexity after a cut", ylabel="of TT's")
 
 
-def section(parts: dict[str, Any]) -> list[str]:
-    """The section of docs/results.md, without the machine."""
+def section(result: dict[str, Any], machine: str) -> list[str]:
+    """Return the lines of a section of docs/results/texts.md."""
+    parts = result["parts"]
     endless, perplexity, names = (parts[name] for name in ("endless", "perplexity", "retrieval"))
     turns = [
         (LABELS[name], _spread(arm["normal_ttft_ms"]), _spread(arm["overflow_ttft_ms"]),
@@ -92,6 +94,7 @@ def section(parts: dict[str, Any]) -> list[str]:
         table(f"text | {' | '.join(LABELS)}", losses),
         f"{names['questions']} names given before the cut and asked for after it, of {names['candidates']} candidates "
         f"each: {right}.",
+        machine,
     )
 
 

@@ -31,8 +31,6 @@ STANDING = (
     "speed.raw_speed",
     "speed.hierarchy",
     "speed.modes",
-    "speed.overlap",
-    "speed.rotation",
     "speed.restart",
     "speed.zero_reuse_steps",
     "speed.planning_cost",

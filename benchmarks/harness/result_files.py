@@ -71,8 +71,6 @@ def command_line(words: list[str]) -> str:
 def command_of(result: dict[str, Any]) -> str:
     """Return the command that makes the result today."""
     command = str(result["command"])
-    if "--parts perplexity,retrieval" in command:
-        command = command.replace("benchmarks.truncation.truncation", "benchmarks.texts cuts")
     for before, now in _MOVED.items():
         command = re.sub(rf"-m {re.escape(before)}(?= |$)", f"-m {now}", command)
     return command

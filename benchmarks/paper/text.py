@@ -26,8 +26,8 @@ def write(document: dict[str, Any]) -> None:
         "# The papers' figures, simulated",
         "",
         "Drawn by `make figures`. The server's own queue and policy classes run on a virtual clock, on the machines "
-        "that the papers state (`loadgen/sim/`). Only LRU and FIFO in Fig. 21 were fitted "
-        "(`benchmarks/paper/fit.py`); all else is a prediction. `reprise simulate` plays these settings and others. "
+        "that the papers state (`loadgen/sim/`). Only LRU and FIFO in Fig. 21 were fitted; all else is a prediction. "
+        "`reprise simulate` plays these settings and others. "
         f"In the tables the paper's number stands in brackets, and * marks what is more than {NEAR:.0%} off.",
         "",
     ]
@@ -279,10 +279,11 @@ _NOTES = {
     "of 24 would have to take 1 ms; reading the weights alone takes 8. Fig. 17 follows from this.",
     "18": "Loads of long histories take longer than the computation of short prompts, which is why AttentionStore "
     "begins them before.",
-    "21": "Four lengths and the order of FIFO were fitted to LRU and FIFO (`benchmarks/results/fit_paper.json`). FIFO "
-    "has to mean that the session that began first leaves first: with a new place for every insertion it hits "
-    "{by_insertion} with 10T. Told only of the first (C_mem + C_disk) / S_kv requests that wait, as the paper's "
-    "formula reads, look-ahead hits {by_formula} with 2T.",
+    "21": "Four lengths and the order of FIFO were fitted to LRU and FIFO "
+    "([how](decisions/0055-programs-that-answered-once.md)). FIFO has to mean that the session that began first "
+    "leaves first: with a new place for every insertion it hits {by_insertion} with 10T. Told only of the first "
+    "(C_mem + C_disk) / S_kv requests that wait, as the paper's formula reads, look-ahead hits {by_formula} with "
+    "2T.",
     "22": "By the fitted lengths 44 % of the turns overflow a window of 4K and 96 % one of 2K. What is computed again "
     "then is saved here; if that turn misses as well, the drops come up to these shares. The paper's numbers lie "
     "between.",

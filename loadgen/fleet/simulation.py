@@ -15,7 +15,6 @@ from typing import Any
 
 from reprise.fleet.routing import Beat, Choice, FleetView, Question, Router, rendezvous
 from reprise.fleet.scaling import Limits, Signals, WaitWindow, wanted
-from reprise.loadgen.fleet.baselines import Policy, make_policy
 from reprise.loadgen.fleet.simulated_redis import RedisLink, SimulatedRedis
 from reprise.loadgen.sim.machine import Config, Machine
 from reprise.loadgen.sim.simulated_server import SimulatedServer
@@ -33,7 +32,6 @@ class FleetConfig:
     """A fleet and the events in its run. Times in seconds of the virtual clock; math.inf: never."""
 
     replicas: int
-    policy: str  # a name in `reprise.loadgen.fleet.baselines.POLICIES`
     machine: Machine
     server: Config
     redis_bytes_per_s: float = 0.0  # rate of all instances together; 0: no Redis for KV
@@ -137,16 +135,12 @@ class FleetSimulation:
         self._events: list[tuple[float, int, Callable[[Any], None], Any]] = []  # a heap
         self._pushed = 0
         self._views: list[FleetView] = [FleetView() for _ in range(config.gateways)]
-        self._policies: list[Policy] = [
-            make_policy(config.policy, view, random.Random(config.seed + n), self._exact_s)
-            for n, view in enumerate(self._views)
-        ]
+        self._routers = [Router(view=view, rng=random.Random(config.seed + n)) for n, view in enumerate(self._views)]
         self._window = WaitWindow(most=100_000)
         self._busy: dict[str, float] = {}
         self._left = len(conversations)
-        for policy in self._policies:
-            if isinstance(policy, Router):
-                policy.set_redis_rate(config.redis_bytes_per_s / config.gateways, 0.0)
+        for router in self._routers:
+            router.set_redis_rate(config.redis_bytes_per_s / config.gateways, 0.0)
         for _ in range(config.replicas):
             self._add_replica(None)
         for conversation in sorted(conversations, key=lambda one: -one.start_s):  # the next to come was used last
@@ -201,7 +195,7 @@ class FleetSimulation:
         view, question = self._views[gateway], self._question(session)
         tried: list[str] = []
         while True:
-            choice = self._policies[gateway].choose(question, self.now, excluded=tried)
+            choice = self._routers[gateway].choose(question, self.now, excluded=tried)
             replica = self.replicas[choice.replica]
             if replica.is_alive:
                 break
@@ -342,23 +336,3 @@ class FleetSimulation:
             idlest.draining = True
             self._count_replicas()
         self._push(self.now + _SCALING_S, self._scale, limits)
-
-    # --- what a clairvoyant knows -------------------------------------------------------------------------------------
-
-    def _exact_s(self, name: str, question: Question, now: float) -> float:
-        """Predict the seconds to the first token from what the server really stores and has to do."""
-        replica = self.replicas[name]
-        if not replica.is_alive:
-            return math.inf
-        server, machine = replica.server, self.config.machine
-        prompt = question.history_tokens + question.new_tokens
-        found = server.store.found(question.session, 0, prompt - 1)
-        local = sum(found.values())
-        load_s = found.get("dram", 0) * machine.kv_bytes_per_token / machine.dram_to_hbm
-        load_s += found.get("disk", 0) * machine.kv_bytes_per_token / machine.disk_to_dram
-        alone_s = machine.costs.prefill_s(prompt - local, local) * server.slowdown
-        best_s = max(alone_s, load_s)
-        if replica.link is not None and (more := min(question.redis_tokens, prompt - 1)) > local:
-            load_s = max(load_s, replica.link.wait_s(now) + replica.link.seconds(more - local))
-            best_s = min(best_s, max(load_s, machine.costs.prefill_s(prompt - more, more) * server.slowdown))
-        return server.expected_wait_s(now) + best_s

@@ -83,7 +83,7 @@ def plan_replicas(
         share = rate * simulated / replicas
         duration_s = max(_LEAST_S, _LEAST_SESSIONS / share)
         config = FleetConfig(
-            replicas=simulated, policy="guarded", machine=machine, server=SERVER, until_s=duration_s, seed=seed,
+            replicas=simulated, machine=machine, server=SERVER, until_s=duration_s, seed=seed,
             redis_bytes_per_s=simulated * LINK_BYTES_PER_S, link_bytes_per_s=LINK_BYTES_PER_S,
         )  # fmt: skip
         fleets: list[FleetSimulation] = []

@@ -20,7 +20,7 @@ _THINK = "lognormal:24,1.05"  # as in `reprise load`
 @dataclass(frozen=True, slots=True)
 class Saturation:
     """Parameters of a load in which sessions always wait, which the AttentionStore paper does not state.
-    `benchmarks.paper.fit` fits them to the paper's results for LRU and FIFO."""
+    They were fitted to the paper's results for LRU and FIFO (docs/decisions/0055-programs-that-answered-once.md)."""
 
     opening_tokens: float  # mean length of the first prompt
     turn_tokens: float  # mean length of a later turn, prompt and answer
@@ -124,7 +124,7 @@ TABLE: tuple[Stated, ...] = (
     Stated("what a tier keeps", "copies: what leaves DRAM stays on disk, what is fetched does too", "as the server"),
     Stated("CaR's machine", "8 A100-40GB, CXL 64 GB/s; OPT-30B 2.6 GB per 2K tokens", "CaR §IV"),
     Stated("KV of CaR's models", "fp16, all heads their own: 4 bytes per layer and width", _OURS),
-    Stated("saving", "hides behind compute", f"{_AS} §3.2.2; measured in benchmarks/results/overlap.json"),
+    Stated("saving", "hides behind compute", f"{_AS} §3.2.2"),
     Stated("the disk", "one transfer at a time; writes wait in DRAM for the time between reads", _OURS),
 )  # fmt: skip
 

@@ -103,13 +103,6 @@ def test_every_measured_number_of_a_document_is_a_claim(page: str) -> None:
     assert MEASURED.findall(text) == []
 
 
-def test_every_claim_can_be_measured_again() -> None:
-    for claim in FOUND:
-        module = claim.command.split()[2]
-        path = ROOT / (module.replace(".", "/") + ".py")
-        assert path.exists() or (path.with_suffix("") / "__main__.py").exists(), claim.command
-
-
 def test_every_result_is_claimed_drawn_or_quoted() -> None:
     """A result that no claim, figure or document reads is deleted."""
     readers = [

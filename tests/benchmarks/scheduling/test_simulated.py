@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from benchmarks.figures.scheduling import draw, drawn, simulated_section
+from benchmarks.figures.scheduling import draw, simulated_section
 from benchmarks.harness.experiment import Run
 from benchmarks.scheduling import simulated
 from benchmarks.scheduling.simulated import Served, classes_row, describe, overtakes, play
@@ -81,10 +81,10 @@ def test_the_program_runs_and_is_drawn(tmp_path):
         ratio, low, high = found["car/fcfs"]["mean"]
         assert low <= ratio <= high
     simulated.show(Console(quiet=True), result)
-    draw(drawn(result["rows"]), tmp_path / "figure.png")
+    draw(result, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").stat().st_size > 10_000
     arms = row["ttft_ms"]
     earlier = {"car-hidden": arms["due"], "priority": arms["car"], "fcfs": arms["fcfs"]}
-    draw(row | {"ttft_ms": earlier}, tmp_path / "earlier.png")
+    draw({"rows": [row | {"ttft_ms": earlier}]}, tmp_path / "earlier.png")
     assert (tmp_path / "earlier.png").stat().st_size > 10_000, "results of policies that were removed since"
     assert any(line.startswith("- due/fcfs: mean") for line in simulated_section(result, "here"))

@@ -2,11 +2,9 @@
 
 import pytest
 
-from benchmarks.figures.tiers import tier_sections
-from benchmarks.harness.result_files import load
-from benchmarks.speed import hierarchy, rotation
+from benchmarks.figures import draw
+from benchmarks.speed import hierarchy
 from benchmarks.speed.hierarchy import Sample
-from benchmarks.speed.rotation import Played
 
 
 def sample(arm: str, ttft_ms: float, turn: int = 4, conversation: int = 0, history: int = 90, **tokens: int) -> Sample:
@@ -48,19 +46,7 @@ def test_a_coded_dram_is_held_to_hold_everything_and_to_be_fast(ms, tier, held):
     assert list(hierarchy.verdicts(hierarchy.summarize(samples, turns=4), turns=4).values()) == held
 
 
-def played(turn: int, history: int, found: int) -> Played:
-    return Played(turn, history, found, {"hbm": found, "dram": 0, "disk": 0}, {"evicted": history - found})
-
-
-def test_hit_rates_count_tokens_from_the_third_turn_on():
-    summary = rotation.summarize([played(2, 100, 0), played(3, 100, 100), played(4, 300, 100)])
-    assert (summary["hit_rate"], summary["turns"], summary["turns_hit"]) == (0.5, 2, 1)
-    assert summary["hit_rate_by_turn"] == {3: 1.0, 4: round(1 / 3, 4)}
-    assert summary["missed_tokens"] == {"evicted": 200}
-
-
 def test_committed_results_become_tables_and_figures(tmp_path):
-    text = "\n".join(tier_sections(load, lambda result: "footer", tmp_path))
-    assert all((tmp_path / f"{name}.png").stat().st_size > 1000 for name in ("hierarchy", "overlap"))
+    text = draw.page("tiers", tmp_path)
+    assert (tmp_path / "hierarchy.png").stat().st_size > 1000
     assert "`attentionstore`, after a restart" in text
-    assert "| 6 of 8 | on | 1.000 |" in text

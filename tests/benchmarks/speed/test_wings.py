@@ -9,14 +9,13 @@ import torch
 
 from benchmarks.harness.make_model import SHAPES, make_model
 from benchmarks.harness.streams import StreamedAnswer
-from benchmarks.speed import activations, codec, int8_pages, overlap, selectors, truncation, weights
+from benchmarks.speed import activations, codec, int8_pages, selectors, truncation, weights
 from tests.benchmarks.texts.test_programs import failed
 
 SMALL = {
     activations: ["--tokens", "512", "--rounds", "1"],
     codec: ["--tokens", "64", "--rounds", "1", "--blocks", "2", "--arms", "raw"],
     int8_pages: ["--tokens", "64", "--rounds", "1"],
-    overlap: ["--jobs", "1", "--rounds", "1", "--buffers", "5"],
     selectors: ["--contexts", "64", "--rounds", "1", "--steps", "1"],
     weights: ["--rounds", "1"],
 }
@@ -26,12 +25,11 @@ SMALL = {
 @pytest.mark.parametrize("module", SMALL, ids=lambda module: module.__name__.split(".")[-1])
 def test_it_runs_whole(module: Any, tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = "bundled"
-    if module in (activations, overlap, weights):
+    if module in (activations, weights):
         model = str(tmp_path / "model")
         shape = replace(SHAPES["tiny"], kv_heads=SHAPES["tiny"].heads)
         make_model(Path(model), shape, seed=0)
         monkeypatch.setattr(activations, "share", lambda arms: 0.1)  # share of times too short to be told apart
-        monkeypatch.setattr(overlap, "HISTORIES", (64, 96))
         monkeypatch.setattr(weights, "LAYERS", shape.layers)
         monkeypatch.setattr(weights, "ARMS", {"hbm": None, "1 GB/s": (1.0, 0)})
     if module is int8_pages:

@@ -9,15 +9,15 @@ from hypothesis import strategies as st
 
 from reprise.fleet.scaling import Limits
 from reprise.loadgen.fleet import books
-from reprise.loadgen.fleet.baselines import POLICIES
 from reprise.loadgen.fleet.result import summarize
 from reprise.loadgen.fleet.simulation import FleetConfig, FleetSimulation
-from reprise.loadgen.fleet.workload import REPLICA, SERVER, conversations
+from reprise.loadgen.fleet.workload import SERVER
 from reprise.loadgen.percentile import percentile
 from reprise.loadgen.sim import BrokenBooks, Config, Costs, Machine
 from reprise.loadgen.sim.simulated_server import SimulatedServer
 from reprise.loadgen.workloads.workload import Conversation, Turn
 from tests.example_counts import examples
+from tests.loadgen.fleet.chats_and_agents import REPLICA, conversations
 
 MACHINE = Machine(
     name="small", gpus=1, num_layers=4, kv_bytes_per_token=1.0, window=100_000, max_seqs=2, dram_to_hbm=1e4,
@@ -28,9 +28,7 @@ MACHINE = Machine(
     ),
 )  # fmt: skip
 PLAIN = Config(recompute_if_faster=True, chunk_tokens=32)
-BASE = FleetConfig(
-    replicas=3, policy="guarded", machine=MACHINE, server=PLAIN, redis_bytes_per_s=1e4, link_bytes_per_s=1e4
-)
+BASE = FleetConfig(replicas=3, machine=MACHINE, server=PLAIN, redis_bytes_per_s=1e4, link_bytes_per_s=1e4)
 TURNS = st.lists(st.tuples(st.integers(1, 90), st.integers(1, 60), st.floats(0, 3)), min_size=1, max_size=6)
 WORKLOADS = st.lists(st.tuples(st.floats(0, 5), TURNS), min_size=1, max_size=10).map(
     lambda many: [conversation(f"c{i}", start, *turns) for i, (start, turns) in enumerate(many)]
@@ -51,7 +49,6 @@ def run(workload, **changed) -> FleetSimulation:
 @settings(max_examples=examples(150), deadline=None)
 @given(
     workload=WORKLOADS,
-    policy=st.sampled_from(POLICIES),
     replicas=st.integers(2, 4),
     redis=st.sampled_from([0.0, 50.0, 1e4]),
     room=st.sampled_from([200.0, math.inf]),
@@ -63,11 +60,11 @@ def run(workload, **changed) -> FleetSimulation:
     hbm=st.sampled_from([0, 400]),
 )
 def test_every_run_balances_its_books(
-    workload, policy, replicas, redis, room, kill_s, drain_s, gateways, scheduler, load_ahead, hbm
+    workload, replicas, redis, room, kill_s, drain_s, gateways, scheduler, load_ahead, hbm
 ):
     machine = replace(MACHINE, hbm_bytes=hbm, hbm_shared=bool(hbm))
     fleet = run(
-        workload, policy=policy, replicas=replicas, redis_bytes_per_s=redis, redis_bytes=room, kill_s=kill_s,
+        workload, replicas=replicas, redis_bytes_per_s=redis, redis_bytes=room, kill_s=kill_s,
         drain_s=drain_s, gateways=gateways, machine=machine,
         server=replace(PLAIN, scheduler=scheduler, load_ahead=load_ahead),
     )  # fmt: skip
@@ -171,17 +168,6 @@ def test_a_fleet_grows_under_a_step_of_load_and_shrinks_after_it():
     most = max(size for _, size in fleet.sizes)
     assert most >= 3
     assert fleet.sizes[-1][1] < most
-
-
-@pytest.mark.bench
-def test_clairvoyance_is_not_worse_than_hashing():
-    workload = conversations(rate_per_s=4.0, duration_s=60, seed=5)
-    base = {"machine": REPLICA, "server": SERVER, "redis_bytes_per_s": 1e10, "link_bytes_per_s": 3e9}
-    p95 = {
-        policy: summarize([run(workload, policy=policy, replicas=4, **base)], from_s=10, to_s=60).ttft_p95_s
-        for policy in ("hash", "clairvoyant")
-    }
-    assert p95["clairvoyant"] <= p95["hash"]
 
 
 def test_books_find_a_lost_turn():

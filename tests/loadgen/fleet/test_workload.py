@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reprise.loadgen.fleet.workload import REPLICA, already_under_way, conversations, lifetime_s
+from reprise.loadgen.fleet.workload import already_under_way, lifetime_s
 from reprise.loadgen.workloads.workload import Conversation, Turn
+from tests.loadgen.fleet.chats_and_agents import REPLICA, conversations
 
 
 @given(seed=st.integers(0, 99), since_s=st.floats(0, 2000))

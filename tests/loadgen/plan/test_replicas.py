@@ -50,9 +50,7 @@ def test_its_answer_holds_in_a_fleet_that_is_simulated_whole(rate):
             machine, sessions=int(900 * rate), sessions_per_s=rate, think_time="fixed:5",
             distribution=Distribution(), seed=7,
         )  # fmt: skip
-        config = FleetConfig(
-            replicas=number, policy="guarded", machine=machine, server=SERVER, until_s=900.0, redis_bytes_per_s=1e10
-        )
+        config = FleetConfig(replicas=number, machine=machine, server=SERVER, until_s=900.0, redis_bytes_per_s=1e10)
         whole = [one for one in (fitted(each, machine.window - 1, 0) for each in drawn) if one.turns]
         fleet = FleetSimulation(whole, config)
         fleet.run()
