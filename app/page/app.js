@@ -407,5 +407,6 @@ await listed();
 chat.placeOf = (id) => server.placeOf(id);
 chat.join = (...turn) => joined.join(...turn);
 await showFirst();
+if (store.isSilent()) notice("The browser's storage does not answer. Load the page again to see what it keeps; what is said now is gone when the page is closed.");
 doEarly();
 connect();

@@ -9,6 +9,7 @@ const LAST = "reprise.last";
 export const FORMAT = 2; // 1: a plain list of messages, in localStorage
 const MAX_FOUND = 50;
 const READ_AT_ONCE = 16; // conversations, in a search
+const PATIENCE_MS = 5000; // at the start, with a database that a hanging disk keeps from answering
 const OLD_INDEX = "reprise.conversations";
 const OLD = "reprise.conversation.";
 
@@ -23,6 +24,7 @@ const channel = new BroadcastChannel("reprise.conversations");
 let database = null;
 let started = null; // a promise
 let writing = Promise.resolve(); // one after the other
+let silent = false;
 
 /** Open the database and bring what earlier versions of the page kept into it, once. Before anything else is called. */
 export function start() {
@@ -32,14 +34,28 @@ export function start() {
 
 async function begin() {
   try {
-    database = await open();
+    database = await inTime(open());
     await bringOld().catch((error) => console.info("Older conversations stay where they are:", error));
-    const all = await inDatabase("readonly", (stores) => result(stores.entries.getAll()));
+    const all = await inTime(inDatabase("readonly", (stores) => result(stores.entries.getAll())));
     for (const entry of all) entries.set(entry.id, entry);
   } catch (error) {
     database = null;
+    silent = error.name === "TimeoutError";
     console.info("Conversations are not kept:", error);
   }
+}
+
+/** Whether the browser's database did not answer at the start: then the page goes on without what is in it. */
+export function isSilent() {
+  return silent;
+}
+
+/** What a promise resolves to. Rejects with a DOMException "TimeoutError" where it takes longer than PATIENCE_MS. */
+function inTime(promise) {
+  return new Promise((resolve, reject) => {
+    const timer = setTimeout(() => reject(new DOMException("The database does not answer.", "TimeoutError")), PATIENCE_MS);
+    promise.then(resolve, reject).finally(() => clearTimeout(timer));
+  });
 }
 
 /** As `transact`. A browser may close the database of a page that has slept; it is opened again. */

@@ -75,7 +75,13 @@ def page(tab: Any, server: Served) -> Iterator[Any]:
     tab.on("pageerror", fail)
     tab.on("console", hear)
     tab.reload()
-    tab.locator('#server[data-state="ready"]').wait_for()
+    pill = tab.locator("#server")
+    for _ in range(1200):
+        if pill.get_attribute("data-state") == "ready":
+            break
+        tab.wait_for_timeout(25)
+    else:
+        raise AssertionError(f"the page is not ready after 30 s: {pill.inner_text()!r}, console: {complaints}")
     yield tab
     tab.unroute_all()  # a test that failed holds nothing back from the next
     tab.remove_listener("pageerror", fail)

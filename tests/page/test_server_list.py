@@ -218,7 +218,9 @@ def test_a_conversation_with_calls_is_read_and_not_gone_on_with(page: Any, serve
     ]
     for place, text in enumerate(("Use tools.", '{"at": 12345678901234567890}', hostile)):
         folded.nth(place).locator("summary").click()
-        assert folded.nth(place).locator(".thought-text").inner_text() == text
+        shown = folded.nth(place).locator(".thought-text").filter(has_text=text)
+        shown.wait_for()  # it is written when it is unfolded
+        assert shown.inner_text() == text
     assert page.locator("#thread").get_by_role("button").all_inner_texts() == ["", "", ""], "three texts to copy"
     with page.expect_download() as download:
         page.get_by_role("button", name="As Markdown").click()

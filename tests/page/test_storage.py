@@ -239,3 +239,16 @@ def test_a_browser_without_a_database_says_so(page: Any, server: Served) -> None
     other.locator("#conversations .open").filter(has_text="Hello").click()
     answered(other, 1)
     other.close()
+
+
+@pytest.mark.parametrize("hangs", ["IDBFactory.prototype.open", "IDBObjectStore.prototype.getAll"])
+def test_a_database_that_does_not_answer_is_gone_without(page: Any, server: Served, hangs: str) -> None:
+    other = page.context.new_page()
+    other.add_init_script(f"{hangs} = () => ({{}});")
+    other.goto(server.url)
+    other.get_by_role("alert").filter(has_text="storage does not answer").wait_for()
+    send(other, "Hello")
+    other.get_by_role("button", name="New conversation").click()
+    other.locator("#conversations .open").filter(has_text="Hello").click()
+    answered(other, 1)
+    other.close()
