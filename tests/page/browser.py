@@ -16,6 +16,8 @@ FLAGS = (
     "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
 )
 
+# The database is written in turn: this writes nothing, as there is no such conversation, after what was there to write.
+WRITTEN = "import('/page/store.js').then((store) => store.saveProgress({ id: 'none' }))"
 ANSWERS = 'article.theirs[data-streaming="false"]'  # the complete ones
 
 
@@ -74,11 +76,14 @@ def wait_for(page: Any, condition: Callable[[], bool]) -> None:
 
 
 def send(page: Any, text: str, timeout_s: float = 60.0) -> Any:
-    """Type a message, send it with Enter, and wait for the whole answer. Returns its element."""
+    """Type a message, send it with Enter, and wait until the whole answer is there and in the browser's database, so
+    that the page may be loaded again. Returns its element."""
     before = page.locator(ANSWERS).count()
     composer(page).fill(text)
     page.keyboard.press("Enter")
-    return answered(page, before + 1, timeout_s)
+    answer = answered(page, before + 1, timeout_s)
+    page.evaluate(WRITTEN)
+    return answer
 
 
 def answered(page: Any, count: int, timeout_s: float = 60.0) -> Any:
