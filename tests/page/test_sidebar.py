@@ -78,7 +78,7 @@ def test_a_conversation_gets_another_name(page: Any, titles: Any) -> None:
     assert name.input_value() == "Hello"
     page.keyboard.type("My greeting")
     page.keyboard.press("Enter")
-    assert titles()[0] == "My greeting"
+    wait_for(page, lambda: titles()[0] == "My greeting")
     assert page.evaluate(FOCUSED) == "My greeting"
     page.get_by_role("button", name="Rename “Owls”").click()
     name.fill("Lost")
