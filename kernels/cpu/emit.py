@@ -199,7 +199,7 @@ class WideEmit(Emit):
     """An emitter for processors with AVX-512 and its bf16 numbers."""
 
     coefficients: tuple[float, ...] = _EXP2
-    """Of 2 ** r for |r| <= 1/2, the highest power first."""
+    """The polynomial of 2 ** r for |r| <= 1/2, the highest power first."""
 
     def exp2(self, x: Any) -> Any:
         """Compute 2 ** x for x <= 0; values below the range give 0."""

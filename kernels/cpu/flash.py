@@ -54,7 +54,7 @@ _FAR = 1 << 30  # larger than any context: no window
 class _Emit(ElementEmit):
     """An emitter for tiles of query rows. Offsets count 32-bit words, or bf16 numbers in a pool."""
 
-    coefficients = (9.58284536e-3, 5.59064599e-2, 2.40240991e-1, 6.93124187e-1, 1.0)  # to 3e-6: results have 8 bits
+    coefficients = (9.58284536e-3, 5.59064599e-2, 2.40240991e-1, 6.93124187e-1, 1.0)  # right to 3e-6: results have 8 bits
 
     def add_dot(self, target: Any, x: Any, y: Any) -> None:
         """Add to target the sum of each pair's product; x, y are words of two bf16."""
