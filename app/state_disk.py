@@ -164,6 +164,11 @@ class _Job(Generic[T]):
         self.result: T | None = None
         self.error: BaseException | None = None
 
+    @property
+    def hangs(self) -> bool:
+        """Whether nobody waits for it any more, it should have ended, and it has not given the disk up yet."""
+        return self.begun and self.abandoned and not (self.is_over or self.is_long or self.has_given_up)
+
 
 class DiskThread:
     """A daemon thread that makes calls to one disk, one after the other. Any thread may call it. It is started by the
@@ -186,7 +191,8 @@ class DiskThread:
         self._disk.require()
         if self._is_closed:
             raise DiskAway("it was closed")
-        if (last := self._last) is not None and last.is_long and last.abandoned:
+        last = self._last
+        if last is not None and last.is_long and last.abandoned:
             self._disk.failures += 1
             raise DiskAway("a call that takes long goes on")
         self._last = job = _Job(work)
@@ -196,8 +202,10 @@ class DiskThread:
             with self._lock:
                 if not job.is_over:
                     job.abandoned = True
-                    if job.begun and not job.is_long:
-                        job.has_given_up = True
+                    # One that took long has not given the disk up. Where it hangs after that, it does now.
+                    hung = job if job.begun else last
+                    if hung is not None and hung.hangs:
+                        hung.has_given_up = True
                         self._disk.give_up()
                     else:  # it may take long, or the one before it hangs and has given the disk up
                         self._disk.failures += 1
