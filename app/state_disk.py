@@ -65,15 +65,21 @@ class StateDisk:
         self._used_s = time.monotonic()  # from when on it is used
         self._pause_s = FIRST_PAUSE_S
         self._refusal: State = "used"  # why it did not take the last write; "used": it did
+        self._unused: set[str] = set()  # names of files that could not be opened
 
     @property
     def state(self) -> State:
-        """The use of the disk: "used": it is read and written; "away": neither; else it is only read."""
-        return "away" if self.is_away else self._refusal
+        """The use of the disk: "used": it is read and written; "away": neither; else it is only read, or less."""
+        if self.is_away:
+            return "away"
+        return "failing" if self._refusal == "used" and self._unused else self._refusal
 
     @property
     def problem(self) -> str | None:
         """Why nothing new is kept on the disk, for people; None: it is."""
+        names = sorted(self._unused)
+        if names and self._refusal == "used" and not self.is_away:
+            return f"{', '.join(names)} could not be opened: what is new is in memory until a restart"
         return _PROBLEMS.get(self.state)
 
     def refused(self, error: Exception) -> None:
@@ -86,6 +92,11 @@ class StateDisk:
     def took(self) -> None:
         """Note that a write has succeeded."""
         self._refusal = "used"
+
+    def note_file(self, name: str, *, is_used: bool) -> None:
+        """Note whether a file on the disk is used, or a database in memory in its place until a restart."""
+        with self._lock:
+            self._unused = self._unused - {name} if is_used else self._unused | {name}
 
     @property
     def is_away(self) -> bool:
