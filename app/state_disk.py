@@ -65,15 +65,21 @@ class StateDisk:
         self._used_s = time.monotonic()  # from when on it is used
         self._pause_s = FIRST_PAUSE_S
         self._refusal: State = "used"  # why it did not take the last write; "used": it did
+        self._unused: set[str] = set()  # names of files that could not be opened
 
     @property
     def state(self) -> State:
-        """The use of the disk: "used": it is read and written; "away": neither; else it is only read."""
-        return "away" if self.is_away else self._refusal
+        """The use of the disk: "used": it is read and written; "away": neither; else it is only read, or less."""
+        if self.is_away:
+            return "away"
+        return "failing" if self._refusal == "used" and self._unused else self._refusal
 
     @property
     def problem(self) -> str | None:
         """Why nothing new is kept on the disk, for people; None: it is."""
+        names = sorted(self._unused)
+        if names and self._refusal == "used" and not self.is_away:
+            return f"{', '.join(names)} could not be opened: what is new is in memory until a restart"
         return _PROBLEMS.get(self.state)
 
     def refused(self, error: Exception) -> None:
@@ -86,6 +92,11 @@ class StateDisk:
     def took(self) -> None:
         """Note that a write has succeeded."""
         self._refusal = "used"
+
+    def note_file(self, name: str, *, is_used: bool) -> None:
+        """Note whether a file on the disk is used, or a database in memory in its place until a restart."""
+        with self._lock:
+            self._unused = self._unused - {name} if is_used else self._unused | {name}
 
     @property
     def is_away(self) -> bool:
@@ -164,6 +175,11 @@ class _Job(Generic[T]):
         self.result: T | None = None
         self.error: BaseException | None = None
 
+    @property
+    def hangs(self) -> bool:
+        """Whether nobody waits for it any more, it should have ended, and it has not given the disk up yet."""
+        return self.begun and self.abandoned and not (self.is_over or self.is_long or self.has_given_up)
+
 
 class DiskThread:
     """A daemon thread that makes calls to one disk, one after the other. Any thread may call it. It is started by the
@@ -186,7 +202,8 @@ class DiskThread:
         self._disk.require()
         if self._is_closed:
             raise DiskAway("it was closed")
-        if (last := self._last) is not None and last.is_long and last.abandoned:
+        last = self._last
+        if last is not None and last.is_long and last.abandoned:
             self._disk.failures += 1
             raise DiskAway("a call that takes long goes on")
         self._last = job = _Job(work)
@@ -196,8 +213,10 @@ class DiskThread:
             with self._lock:
                 if not job.is_over:
                     job.abandoned = True
-                    if job.begun and not job.is_long:
-                        job.has_given_up = True
+                    # One that took long has not given the disk up. Where it hangs after that, it does now.
+                    hung = job if job.begun else last
+                    if hung is not None and hung.hangs:
+                        hung.has_given_up = True
                         self._disk.give_up()
                     else:  # it may take long, or the one before it hangs and has given the disk up
                         self._disk.failures += 1

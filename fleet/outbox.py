@@ -67,6 +67,9 @@ class Outbox:
 
     def _put(self, entry: Unsent) -> None:
         """Do what `put` does, and count the entries that had no room."""
+        if _name(entry.tenant, entry.session_id, "") in self._to_forget:  # with whose entries it would be forgotten
+            self.dropped += 1
+            return
         dropped = 0
         name = _name(entry.tenant, entry.session_id, entry.salt)
         try:
@@ -116,7 +119,7 @@ class Outbox:
 
     def forget(self, tenant: str, session_id: str) -> None:
         """Remove the entries of a deleted session, with any salt. Afterwards the files hold nothing of them, nor of
-        entries that were removed before; if the disk does not answer, once it does."""
+        entries that were removed before; if the disk does not answer or has no room, once it does."""
         if len(self._to_forget) < MAX_TO_FORGET:
             self._to_forget.append(_name(tenant, session_id, ""))
         self._in_time(lambda: None, None)
@@ -137,20 +140,24 @@ class Outbox:
         def call() -> T:
             if self._to_forget:
                 for start in list(self._to_forget):
-                    self._delete("substr(name, 1, ?) = ?", len(start), start)
+                    if not self._delete("substr(name, 1, ?) = ?", len(start), start):
+                        break
                     self._to_forget.remove(start)
                 self._db.scrub()
             return work()
 
         return self._db.run(call)
 
-    def _delete(self, where: str, *values: bytes | int) -> None:
+    def _delete(self, where: str, *values: bytes | int) -> bool:
+        """Delete entries. Returns whether they are gone."""
+        are_gone = True
         try:
             with self._db.transaction():
                 self._db.execute(f"DELETE FROM waiting WHERE {where}", values)
         except sqlite3.Error as error:
-            self._db.recover(error)
+            are_gone = self._db.recover(error)
         self._count()
+        return are_gone
 
     def _count(self) -> None:
         try:

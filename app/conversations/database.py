@@ -59,6 +59,7 @@ class Database:
         self._file: os.stat_result | None = None  # the file to keep; None: the database is in memory
         self._rewrite_s = 0.0  # when a deleted file may be written anew
         self._is_open = False
+        self.hides_file = False  # it is in memory in place of a file, in which something is
         self._told_s = float("-inf")  # when it was last said that an operation has failed
         self._disk = disk or StateDisk()
         self._thread = None if path is None else self._disk.thread(f"disk-{path.stem}")
@@ -145,6 +146,8 @@ class Database:
 
         with suppress(DiskAway):
             self.run(close)
+        if self._path is not None:
+            self._disk.note_file(self._path.name, is_used=True)  # nothing takes its place any more
         if self._thread is not None:
             self._thread.close()
 
@@ -216,6 +219,9 @@ class Database:
             except _TROUBLE as next_error:
                 error = next_error
         log.warning("%s cannot be used (%s); its content is kept in memory only", self._path, error)
+        if self._path is not None:
+            self.hides_file = _has_content(self._path)
+            self._disk.note_file(self._path.name, is_used=False)
         return self._open(None)
 
     @staticmethod
@@ -313,6 +319,15 @@ def _make_private(path: Path) -> os.stat_result:
         return os.fstat(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _has_content(path: Path) -> bool:
+    try:
+        return path.stat().st_size > 0
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:
+        return True  # it cannot be looked at
 
 
 def _remove_logs(path: Path) -> None:

@@ -390,6 +390,8 @@ class TranscriptStore:
                 self._drop_session(session)
         if rows:
             self._db.scrub()
+        if self._db.hides_file:  # what is in the file would be there again after a restart
+            raise DiskAway(self._db.problem or "its file is not used")
         return len(rows)
 
     @_forgiving(int)

@@ -68,8 +68,10 @@ class StoredItems:
 
     async def items(self, tenant: str, conversation_id: str) -> list[Item]:
         """Return all items of a conversation, oldest first."""
+        key = tenant, conversation_id
+        before = self._kept.get(key)
         found = await self._store.items(tenant, conversation_id)
-        return [*found, *_missing(found, self._kept.get((tenant, conversation_id)))]
+        return [*found, *_missing(found, self._kept.get(key, before))]  # it may have been stored since it was read
 
     async def delete_item(self, tenant: str, conversation_id: str, item_id: str) -> StoredConversation:
         await self._require_stored(tenant, conversation_id)

@@ -97,9 +97,10 @@ class StoredResponses:
 
     async def delete(self, tenant: str, response_id: str) -> None:
         async with self._storing:  # else it could be stored after it was deleted
-            kept = self._kept.pop((tenant, response_id), None)
-            with contextlib.nullcontext() if kept is None else contextlib.suppress(NotStored):
+            key = tenant, response_id
+            with contextlib.suppress(NotStored) if key in self._kept else contextlib.nullcontext():
                 await self._store.delete(tenant, response_id)
+            self._kept.pop(key, None)  # not before: it stays if the store cannot delete an earlier state of it
 
     async def sweep(self) -> None:
         """Forget what was not used for its time to live."""

@@ -529,7 +529,8 @@ class Health(_Answer):
     engine: str
     # state of the circuit breaker for Redis; closed: Redis is used
     redis: Literal["closed", "open", "half_open"] | None = None
-    # away: it does not answer, and is used again when it does; the last three: it is read, and nothing new is kept
+    # away: it does not answer, and is used again when it does; the last three: it is read, and nothing new is kept;
+    # failing also: a file of it could not be opened, and is used after a restart
     disk: Literal["used", "away", "full", "read_only", "failing"] | None = None
     disk_problem: str | None = None  # why the disk keeps no new transcripts and responses
 

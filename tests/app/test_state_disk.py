@@ -180,3 +180,27 @@ def test_a_call_that_takes_long_does_not_give_the_disk_up(disk):
     wait_until(lambda: done == [1])
     assert one.run(lambda: 5) == 5
     assert not disk.is_away
+
+
+def test_a_call_that_took_long_and_hangs_then_gives_the_disk_up(disk):
+    """Else each later call would wait for it until the deadline."""
+    copied, gate, goes_on = threading.Event(), threading.Event(), threading.Event()
+    thread = disk.thread("disk-here")
+
+    def copy() -> None:
+        with long_call():
+            copied.wait(10)
+        goes_on.set()
+        gate.wait(10)
+
+    with pytest.raises(DiskAway):
+        thread.run(copy)
+    copied.set()
+    assert goes_on.wait(10)
+    assert not disk.is_away
+    with pytest.raises(DiskAway):
+        thread.run(lambda: None)
+    assert disk.is_away
+    gate.set()
+    wait_until(lambda: not disk.is_away)
+    assert thread.run(lambda: 5) == 5

@@ -128,9 +128,25 @@ def test_a_disk_that_fails_takes_nothing_that_is_there(failing, call):
     database.code = sqlite3.SQLITE_FULL
     assert act(outbox) in (None, [])
     assert (outbox.waiting, outbox.dropped) == (2, int(call == "put"))
-    assert kept(outbox) == ["a", "b"]
+    left = ["b"] if call == "forget" else ["a", "b"]  # what is to be forgotten is, when the disk takes it
+    assert kept(outbox) == left
     outbox.put(unsent("c"))
-    assert (kept(outbox), outbox.waiting) == (["a", "b", "c"], 3)
+    assert (kept(outbox), outbox.waiting) == ([*left, "c"], len(left) + 1)
+
+
+def test_a_deleted_session_is_forgotten_when_a_full_disk_has_room_again(failing):
+    outbox, database = failing
+
+    def refuse() -> None:
+        database.kind, database.code = "DELETE", sqlite3.SQLITE_FULL
+
+    refuse()
+    outbox.forget("alice", "a")
+    refuse()
+    outbox.put(unsent("a", salt="of a session that has the same name"))
+    assert outbox.dropped == 1, "it would be forgotten too"
+    outbox.put(unsent("a", salt="later"))
+    assert [(entry.session_id, entry.salt) for entry in outbox.first(9)] == [("b", ""), ("a", "later")]
 
 
 @pytest.mark.parametrize("call", CALLS)

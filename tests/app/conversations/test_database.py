@@ -362,12 +362,19 @@ def test_no_other_thread_closes_a_file_whose_disk_hangs(path, monkeypatch, is_to
     assert closed_by == ["disk-notes"]
 
 
-def test_where_no_file_can_be_it_is_kept_in_memory(tmp_path, caplog):
+def test_where_no_file_can_be_it_is_kept_in_memory_and_told_until_it_is_closed(tmp_path, caplog):
     (tmp_path / "file").write_text("")
-    db = open_db(tmp_path / "file" / "notes.sqlite3")
+    disk = StateDisk()
+    db = Database(path=tmp_path / "file" / "notes.sqlite3", schema=SCHEMA, version=1, disk=disk)
     write(db, "one")
     assert notes(db) == ["one"]
     assert "in memory only" in caplog.text
+    disk.took()  # another file on the disk is written, and this one is lost with the process all the same
+    assert disk.state == "failing"
+    assert "notes.sqlite3 could not be opened" in (disk.problem or "")
+    assert not db.hides_file
+    db.close()
+    assert (disk.state, disk.problem) == ("used", None)
 
 
 def test_freed_pages_go_back_to_the_file_system(path):

@@ -1,3 +1,4 @@
+import errno
 import random
 import sqlite3
 from array import array
@@ -7,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reprise.app.conversations import transcript_store
+from reprise.app.conversations import database, transcript_store
 from reprise.app.conversations.digests import digest
 from reprise.app.conversations.prepared_prompt import Base, PreparedPrompt
 from reprise.app.conversations.transcript_store import NewAnswer, RecordedAnswer, TranscriptStore
@@ -359,6 +360,30 @@ def test_what_is_forgotten_is_in_no_file_any_more(tmp_path):
     assert store.forget("other", tenant=TENANT) == 1
     for path in tmp_path.iterdir():
         assert not [what for what in (b"zebra quartz", said.tobytes()) if what in path.read_bytes()], path
+    store.close()
+
+
+def test_a_session_is_not_told_to_be_deleted_while_its_file_cannot_be_opened(tmp_path, monkeypatch):
+    """Say no falsehood: after a restart it would be there again."""
+    path = tmp_path / "t.sqlite3"
+    store = open_store(path)
+    add_conversation(store, "s", turns=1, now=0.0)
+    store.close()
+
+    def refuse(path: Path) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(database, "_make_private", refuse)
+        store = open_store(path)
+    add_conversation(store, "s", turns=1, now=1.0)
+    with pytest.raises(DiskAway):
+        store.forget("s", tenant=TENANT)
+    assert store.names() == []
+    store.close()
+    store = open_store(path)
+    assert store.names() == [(TENANT, "s")]
+    assert store.forget("s", tenant=TENANT) == 1
     store.close()
 
 

@@ -74,6 +74,23 @@ async def test_it_is_bounded_and_who_has_most_loses_what_waits_longest(store, ca
     assert caplog.text.count("is lost") == 1
 
 
+async def test_what_is_stored_while_a_conversation_is_read_is_in_it(store, monkeypatch):
+    kept, real = StoredItems(store), store.items
+    await store.set_full(True)
+    await kept.append_turn("t", "conv", long("q2"))
+    await store.set_full(False)
+
+    async def slow(tenant, conversation) -> list[dict]:
+        found = await real(tenant, conversation)
+        monkeypatch.undo()
+        await kept.store_kept()
+        return found
+
+    monkeypatch.setattr(store, "items", slow)
+    assert await names(kept) == ["q1", "q2"]
+    assert await names(store) == ["q1", "q2"]
+
+
 async def test_what_is_kept_goes_with_its_conversation(store):
     kept = StoredItems(store)
     await store.set_full(True)

@@ -55,6 +55,23 @@ async def test_what_a_full_disk_cannot_take_is_there_and_stored_when_there_is_ro
     assert [item["id"] for item in await store.history("t", "c")] == ["q1", "msg_a", "q2", "msg_b", "q3", "msg_c"]
 
 
+async def test_a_response_that_could_not_be_deleted_is_there_as_it_was(store):
+    """Else an earlier state of it, which is stored, would be there in its place."""
+    records = StoredResponses(store, ttl_s=DAY_S)
+    await records.put("t", body("a"), items("q1"), None)
+    store._db.execute("PRAGMA query_only = ON")  # every write fails, as on a full disk
+    newest = long("a")
+    await records.put("t", newest, items("q1"), None)
+    with pytest.raises(ApiError):
+        await records.delete("t", "a")
+    assert await records.get("t", "a") == newest
+    store._db.execute("PRAGMA query_only = OFF")
+    await records.delete("t", "a")
+    await records.store_kept()
+    with pytest.raises(NotStored):
+        await records.get("t", "a")
+
+
 async def test_what_was_stored_is_read_on_a_full_disk_and_what_cannot_be_written_is_said(store):
     await store.put("t", body("a"), items("q1"), None)
     await store.create("t", "conv", {}, items("q2"))
