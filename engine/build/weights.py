@@ -79,6 +79,8 @@ def fetch(model: str, *patterns: str) -> Path:
     except errors.HfHubHTTPError as error:
         raise ModelRefused(f"{model} could not be fetched from the hub: {_first_line(error)}") from error
     except (errors.LocalEntryNotFoundError, ConnectionError, TimeoutError) as error:
+        if isinstance(error.__cause__, errors.HfHubHTTPError):  # the hub does answer
+            raise ModelRefused(f"{model} could not be fetched from the hub: {_first_line(error.__cause__)}") from error
         raise ModelRefused(
             f"{model} could not be fetched from the hub, which does not answer: without a network, bring its files "
             f"from elsewhere and name their directory ({_first_line(error)})"

@@ -1,3 +1,4 @@
+import contextlib
 import errno
 import random
 import sqlite3
@@ -325,7 +326,9 @@ def test_no_damage_to_the_file_gives_wrong_ids_or_an_error(tmp_path_factory, dat
         store.add(prompt_of(f"p{attempt}", [1]), answer_of(f"new {attempt}", [2]), now=1.0)
     assert full_ids(store, "new 2") == [1, 2]
     store.sweep(before=0.5)
-    store.forget("s", tenant=None)
+    # A file that is no damaged one for SQLite stays, and with it what was to be deleted.
+    with pytest.raises(DiskAway) if store._db.hides_file else contextlib.nullcontext():
+        store.forget("s", tenant=None)
     store.close()
 
 

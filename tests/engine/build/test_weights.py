@@ -47,6 +47,13 @@ def refusal(kind: type[Exception], status: int) -> Exception:
     return kind("it cannot\n\nAdvice for programmers.", response=response)
 
 
+def no_files_as(cause: Exception) -> Exception:
+    """Return what the hub's client raises where it finds no files here and the hub answers with an error."""
+    error = errors.LocalEntryNotFoundError("no file")
+    error.__cause__ = cause
+    return error
+
+
 @pytest.mark.parametrize(
     ("error", "hint"),
     [
@@ -55,6 +62,7 @@ def refusal(kind: type[Exception], status: int) -> Exception:
         (refusal(errors.RepositoryNotFoundError, 401), "check the name"),
         (refusal(errors.GatedRepoError, 403), "accept its terms at https://huggingface.co/a/b, then set HF_TOKEN"),
         (refusal(errors.HfHubHTTPError, 500), "could not be fetched from the hub: it cannot"),
+        (no_files_as(refusal(errors.HfHubHTTPError, 429)), "could not be fetched from the hub: it cannot"),
     ],
 )
 def test_what_the_hub_refuses_is_said_in_a_sentence_with_a_hint(
