@@ -25,6 +25,7 @@ _PROBLEMS: dict[State, str] = {
     "read_only": "it cannot be written to",
     "failing": "it reports errors",
 }
+_NO_FAULT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR)
 _BY_ERRNO: dict[int | None, State] = {
     errno.ENOSPC: "full",
     errno.EDQUOT: "full",
@@ -85,7 +86,7 @@ class StateDisk:
     def refused(self, error: Exception) -> None:
         """Note an error of a write. One that is no fault of the disk changes nothing."""
         if isinstance(error, OSError):
-            self._refusal = _BY_ERRNO.get(error.errno, "failing")
+            self._refusal = self._refusal if error.errno in _NO_FAULT else _BY_ERRNO.get(error.errno, "failing")
         else:
             self._refusal = _BY_SQLITE.get(getattr(error, "sqlite_errorcode", 0) & 0xFF, self._refusal)
 

@@ -141,6 +141,7 @@ def test_a_thread_ends_when_it_is_closed_or_forgotten(disk):
         (OSError(errno.ENOSPC, "no room"), "full"),
         (OSError(errno.EROFS, "read-only"), "read_only"),
         (OSError(errno.EIO, "broken"), "failing"),
+        (OSError(errno.EMFILE, "too many open files"), "used"),
         (sqlite_error(sqlite3.SQLITE_FULL), "full"),
         (sqlite_error(sqlite3.SQLITE_READONLY | 8 << 8), "read_only"),
         (sqlite_error(sqlite3.SQLITE_IOERR | 3 << 8), "failing"),
