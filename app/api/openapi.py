@@ -15,7 +15,7 @@ from reprise.app.api.operation import Model, Operation, operations_of
 from reprise.app.api.reprise import cache, events, fleet, models, ops, page, sessions, tokens
 from reprise.app.api.responses import conversations
 from reprise.app.api.responses import route as responses
-from reprise.app.schemas import answers
+from reprise.app.schemas.answers.shared import AnthropicError, Error
 from reprise.app.version import version
 
 router = APIRouter()
@@ -42,7 +42,7 @@ OPERATIONS = [operation for module in MODULES for operation in operations_of(mod
 
 def describe(version: str) -> dict[str, Any]:
     """Build the OpenAPI document."""
-    wanted: list[tuple[Model, Any]] = [(answers.Error, "validation"), (answers.AnthropicError, "validation")]
+    wanted: list[tuple[Model, Any]] = [(Error, "validation"), (AnthropicError, "validation")]
     for operation in OPERATIONS:
         used = (operation.described.answer, operation.described.body, operation.described.events)
         wanted += [(model, "validation") for model in used if model is not None]
@@ -70,7 +70,7 @@ def describe(version: str) -> dict[str, Any]:
 def _operation(operation: Operation, schemas: dict[Model, Any]) -> dict[str, Any]:
     said = operation.described
     is_anthropic = operation.path.startswith("/v1/messages")
-    error = schemas[answers.AnthropicError if is_anthropic else answers.Error]
+    error = schemas[AnthropicError if is_anthropic else Error]
     content: dict[str, Any] = {}
     if said.answer is not None:
         content["application/json"] = {"schema": schemas[said.answer]}

@@ -10,7 +10,7 @@ from reprise.app.api.calls import body_of, caller_of, service_of, stream
 from reprise.app.api.chat.answers import Chunks, cache_header, completion
 from reprise.app.api.operation import described
 from reprise.app.http.event_stream import until_disconnect
-from reprise.app.schemas import answers
+from reprise.app.schemas.answers.chat import ChatCompletion, ChatCompletionChunk
 from reprise.app.schemas.chat import ChatCompletionRequest
 from reprise.app.turn.generation import Generation
 
@@ -19,9 +19,7 @@ router = APIRouter()
 
 @router.post(
     "/v1/chat/completions",
-    **described(
-        "Answer a chat", answers.ChatCompletion, body=ChatCompletionRequest, events=answers.ChatCompletionChunk
-    ),
+    **described("Answer a chat", ChatCompletion, body=ChatCompletionRequest, events=ChatCompletionChunk),
 )
 async def chat_completions(request: Request) -> Response:
     body, headers = await body_of(request, ChatCompletionRequest)

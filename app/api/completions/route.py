@@ -13,7 +13,7 @@ from reprise.app.api.completions.answers import CompletionFrames
 from reprise.app.api.operation import described
 from reprise.app.errors import invalid
 from reprise.app.http.event_stream import until_disconnect
-from reprise.app.schemas import answers
+from reprise.app.schemas.answers.completions import Completion
 from reprise.app.schemas.completions import CompletionRequest
 from reprise.app.turn.generation import Generation
 from reprise.app.turn.many_prompts import ManyPrompts
@@ -26,7 +26,7 @@ router = APIRouter()
 
 @router.post(
     "/v1/completions",
-    **described("Continue a text, or score one", answers.Completion, body=CompletionRequest, events=answers.Completion),
+    **described("Continue a text, or score one", Completion, body=CompletionRequest, events=Completion),
 )
 async def completions(request: Request) -> Response:
     """The prompt may be a text or token ids, or a list of either. `echo` with `logprobs` scores the prompt, which is

@@ -13,7 +13,8 @@ from reprise.app.api.messages.as_chat import chat_request
 from reprise.app.api.operation import described
 from reprise.app.api.thought_seal import ThoughtSeal
 from reprise.app.http.event_stream import until_disconnect
-from reprise.app.schemas import answers
+from reprise.app.schemas.answers.messages import AnthropicMessage, MessageEvent
+from reprise.app.schemas.answers.shared import InputTokens
 from reprise.app.schemas.messages import CountTokensRequest, MessagesRequest
 from reprise.app.schemas.past.parts import Losses
 from reprise.app.turn.generation import Generation
@@ -23,9 +24,7 @@ router = APIRouter()
 
 @router.post(
     "/v1/messages",
-    **described(
-        "Answer a chat in Anthropic's form", answers.AnthropicMessage, body=MessagesRequest, events=answers.MessageEvent
-    ),
+    **described("Answer a chat in Anthropic's form", AnthropicMessage, body=MessagesRequest, events=MessageEvent),
 )
 async def create_message(request: Request) -> Response:
     """`usage` counts cached tokens apart, as Anthropic does. The key may come as `x-api-key` or `api-key`."""
@@ -42,7 +41,7 @@ async def create_message(request: Request) -> Response:
 
 @router.post(
     "/v1/messages/count_tokens",
-    **described("Count a message's prompt tokens", answers.InputTokens, body=CountTokensRequest),
+    **described("Count a message's prompt tokens", InputTokens, body=CountTokensRequest),
 )
 async def count_tokens(request: Request) -> Response:
     body, headers = await body_of(request, CountTokensRequest)

@@ -11,7 +11,8 @@ from reprise.app.api.operation import described
 from reprise.app.api.reprise.sessions import MAX_LISTED, describe_session
 from reprise.app.errors import ApiError, from_validation, session_not_found, unavailable
 from reprise.app.observe.live import tiers_of
-from reprise.app.schemas import answers
+from reprise.app.schemas.answers.server import CacheCleared, CacheStatsObject
+from reprise.app.schemas.answers.sessions import CacheSessionList
 from reprise.app.schemas.fields import SESSION_ID, Part
 
 CLEAR_AT_ONCE = 32  # sessions deleted concurrently: each waits for the disk while the engine keeps answering
@@ -32,7 +33,7 @@ class ClearRequest(Part):
     """A body without fields. Requiring JSON keeps web pages in a browser from sending this request."""
 
 
-@router.get("/v1/cache/stats", **described("Show the cache's contents and counters", answers.CacheStatsObject))
+@router.get("/v1/cache/stats", **described("Show the cache's contents and counters", CacheStatsObject))
 async def stats(request: Request) -> dict[str, Any]:
     """Statistics of the engine's last heartbeat, at most a second old. Counters start with the engine. Hit rates are
     shares of prompt tokens whose KV was not computed. For `server.admin_keys` where there are keys."""
@@ -71,9 +72,7 @@ async def stats(request: Request) -> dict[str, Any]:
     }
 
 
-@router.get(
-    "/v1/cache/sessions", **described("List all tenants' conversations", answers.CacheSessionList, query=CachePage)
-)
+@router.get("/v1/cache/sessions", **described("List all tenants' conversations", CacheSessionList, query=CachePage))
 async def list_sessions(request: Request) -> dict[str, Any]:
     """List them by tenant, then id. `after`: the `cursor` of the last session of the previous page. For
     `server.admin_keys` where there are keys."""
@@ -104,9 +103,7 @@ async def delete_session(request: Request, tenant: str, session_id: str) -> None
     await sessions_of(request).delete(session_id, tenant=tenant)
 
 
-@router.post(
-    "/v1/cache/clear", **described("Remove the KV of all conversations", answers.CacheCleared, body=ClearRequest)
-)
+@router.post("/v1/cache/clear", **described("Remove the KV of all conversations", CacheCleared, body=ClearRequest))
 async def clear(request: Request) -> dict[str, Any]:
     """The body is `{}`. Pinned conversations lose their KV too; those with a running request keep it, and KV that
     another model left in the same directory stays (`reprise cache clear` removes all). Transcripts stay; a session is

@@ -9,7 +9,7 @@ from starlette.exceptions import HTTPException
 from reprise.app.api.calls import hooks_of, require_admin
 from reprise.app.api.operation import described
 from reprise.app.errors import from_validation
-from reprise.app.schemas import answers
+from reprise.app.schemas.answers.server import Fleet
 
 router = APIRouter()
 
@@ -21,7 +21,7 @@ class FleetPage(BaseModel):
     limit: int = Field(1000, ge=1, le=1000)
 
 
-@router.get("/v1/fleet", **described("Show the replicas of this server's fleet", answers.Fleet, query=FleetPage))
+@router.get("/v1/fleet", **described("Show the replicas of this server's fleet", Fleet, query=FleetPage))
 async def fleet(request: Request) -> dict[str, Any]:
     """Return what each replica last said of itself, and the KV in Redis; at a gateway also the turns that it routed,
     the sessions that it moved to another replica, and the answers that it resumed there. 404 on a server that is in no

@@ -8,7 +8,7 @@ from pydantic import BaseModel, Field
 
 from reprise.app.api.calls import engine_of, readiness_of, settings_of
 from reprise.app.api.operation import described
-from reprise.app.schemas import answers
+from reprise.app.schemas.answers.server import Model, ModelList, Props
 from reprise.app.settings.settings import Settings
 from reprise.app.turn.ports import codec_in_use
 from reprise.app.turn.readiness import Readiness
@@ -33,7 +33,7 @@ class ModelsQuery(BaseModel):
 
 
 @router.head("/v1/models", include_in_schema=False)
-@router.get("/v1/models", **described("List the model and its aliases", answers.ModelList, query=ModelsQuery))
+@router.get("/v1/models", **described("List the model and its aliases", ModelList, query=ModelsQuery))
 async def list_models(request: Request) -> dict[str, Any]:
     """Each entry has the model's window under every name that clients look for, its default sampling, its capabilities
     and the results of the checks at start. `exact`: answers were proven not to depend on which requests run together.
@@ -50,13 +50,13 @@ def _for_codex(request: Request) -> dict[str, Any]:
     return {"models": []} if "client_version" in request.query_params else {}
 
 
-@router.get("/v1/models/{name:path}", **described("Get a model", answers.Model))
+@router.get("/v1/models/{name:path}", **described("Get a model", Model))
 async def get_model(request: Request, name: str) -> dict[str, Any]:
     readiness = readiness_of(request)
     return _describe(readiness, settings_of(request), readiness.find_model(name), name, engine_of(request).stats)
 
 
-@router.get("/props", **described("Get the model's window as llama.cpp's server names it", answers.Props))
+@router.get("/props", **described("Get the model's window as llama.cpp's server names it", Props))
 async def get_props(request: Request) -> dict[str, Any]:
     model = readiness_of(request).require_loaded()
     return {

@@ -11,7 +11,7 @@ from reprise.app.api.calls import engine_of, readiness_of, require_admin
 from reprise.app.api.operation import described
 from reprise.app.conversations.redis_store import RedisStore
 from reprise.app.errors import unavailable
-from reprise.app.schemas import answers
+from reprise.app.schemas.answers.server import Health, ReadyStatus, SchedulerObject, Version
 from reprise.app.turn.readiness import Status
 from reprise.app.version import version
 from reprise.engine.messages import WIRE_VERSION
@@ -21,8 +21,8 @@ router = APIRouter()
 
 @router.head("/health", include_in_schema=False)
 @router.head("/v1/health", include_in_schema=False)
-@router.get("/health", **described("Check that the server is alive", answers.Health))
-@router.get("/v1/health", **described("Check that the server is alive", answers.Health))
+@router.get("/health", **described("Check that the server is alive", Health))
+@router.get("/v1/health", **described("Check that the server is alive", Health))
 async def health(request: Request) -> dict[str, Any]:
     """Loading and restarting are healthy; 503 means that the engine will not come back by itself. No key needed."""
     status = readiness_of(request).status
@@ -41,7 +41,7 @@ async def health(request: Request) -> dict[str, Any]:
 
 
 @router.head("/ready", include_in_schema=False)
-@router.get("/ready", **described("Check that the server takes requests", answers.ReadyStatus))
+@router.get("/ready", **described("Check that the server takes requests", ReadyStatus))
 async def ready(request: Request) -> dict[str, Any]:
     """200 while the server accepts requests. No key needed."""
     model, _ = readiness_of(request).require()
@@ -53,7 +53,7 @@ async def metrics(request: Request) -> Response:
     return Response(request.app.state.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
 
-@router.get("/v1/scheduler", **described("Show the queue", answers.SchedulerObject))
+@router.get("/v1/scheduler", **described("Show the queue", SchedulerObject))
 async def scheduler(request: Request) -> dict[str, Any]:
     """Return the queue at the engine's last heartbeat, at most a second ago. `front` are the requests that start next,
     of all tenants: for each where its KV lies, and in `order` what decides where it stands: `due_in_s` for the policy
@@ -68,6 +68,6 @@ async def scheduler(request: Request) -> dict[str, Any]:
     return {"object": "scheduler", "running": stats.running, "waiting": stats.waiting, **answer}
 
 
-@router.get("/version", **described("Show the versions", answers.Version))
+@router.get("/version", **described("Show the versions", Version))
 async def get_version() -> dict[str, Any]:
     return {"version": version(), "wire_version": WIRE_VERSION, "python": platform.python_version()}

@@ -14,7 +14,7 @@ from reprise.app.api.reprise.chats import described_message, one_line, with_titl
 from reprise.app.conversations.message_table import MAX_TITLE_CHARS
 from reprise.app.errors import from_validation, no_transcript, session_not_found
 from reprise.app.http.body import parse_body, warning_header
-from reprise.app.schemas import answers
+from reprise.app.schemas.answers.sessions import Session, SessionList, SessionMessageList
 from reprise.app.schemas.fields import SESSION_ID
 from reprise.app.turn.sessions import Question
 from reprise.engine.messages import SessionInfo, SessionReply, given_salt, is_exact
@@ -77,7 +77,7 @@ class SessionPatch(BaseModel):
         return body, [name for name, value in body.items() if value is not None and name not in cls.model_fields]
 
 
-@router.get("/v1/sessions", **described("List the conversations in the cache", answers.SessionList, query=SessionPage))
+@router.get("/v1/sessions", **described("List the conversations in the cache", SessionList, query=SessionPage))
 async def list_sessions(request: Request) -> dict[str, Any]:
     """List those of this key, by id. `after`: the `last_id` of the previous page; that session may be gone. With
     `titles=true` each has its title and how it begins, and those are listed too whose messages are kept while no tier
@@ -93,7 +93,7 @@ async def list_sessions(request: Request) -> dict[str, Any]:
     return _as_list(data, more=more)
 
 
-@router.get("/v1/sessions/{session_id}", **described("Get a conversation's cache state", answers.Session))
+@router.get("/v1/sessions/{session_id}", **described("Get a conversation's cache state", Session))
 async def get_session(request: Request, session_id: str) -> dict[str, Any]:
     """404 until its first turn has ended."""
     return _only(session_id, await _ask(request, "get", session_id=session_id))
@@ -101,7 +101,7 @@ async def get_session(request: Request, session_id: str) -> dict[str, Any]:
 
 @router.patch(
     "/v1/sessions/{session_id}",
-    **described("Pin a conversation, or set its time to live or title", answers.Session, body=SessionPatch),
+    **described("Pin a conversation, or set its time to live or title", Session, body=SessionPatch),
 )
 async def patch_session(request: Request, session_id: str) -> Response:
     """A pinned session does not expire. An expired one leaves every tier within a second or so, or at a hundred
@@ -126,7 +126,7 @@ async def patch_session(request: Request, session_id: str) -> Response:
 
 @router.get(
     "/v1/sessions/{session_id}/messages",
-    **described("List a conversation's messages", answers.SessionMessageList, query=MessagePage),
+    **described("List a conversation's messages", SessionMessageList, query=MessagePage),
 )
 async def list_messages(request: Request, session_id: str) -> dict[str, Any]:
     """The messages of the newest turn with its answer, thoughts and calls included, in the form in which a chat takes
@@ -161,7 +161,7 @@ async def delete_session(request: Request, session_id: str) -> None:
 @router.post(
     "/v1/sessions/{session_id}/prefetch",
     status_code=202,
-    **described("Load a conversation's KV", answers.Session),
+    **described("Load a conversation's KV", Session),
 )
 async def prefetch_session(request: Request, session_id: str) -> dict[str, Any]:
     """Announces the session's next turn: its KV is brought from disk or Redis to DRAM, and stays there for a minute.

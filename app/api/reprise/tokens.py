@@ -10,15 +10,16 @@ from pydantic import ValidationError
 from reprise.app.api.calls import body_of, caller_of, readiness_of, service_of
 from reprise.app.api.operation import described
 from reprise.app.errors import from_validation, invalid
-from reprise.app.schemas import answers
+from reprise.app.schemas.answers.server import Text, Tokens
+from reprise.app.schemas.answers.shared import InputTokens
 from reprise.app.schemas.chat import ChatCompletionRequest
 from reprise.app.schemas.tokens import DetokenizeRequest, TokenizeRequest
 
 router = APIRouter()
 
 
-@router.post("/tokenize", **described("Convert a text or a chat to tokens", answers.Tokens, body=TokenizeRequest))
-@router.post("/v1/tokenize", **described("Convert a text or a chat to tokens", answers.Tokens, body=TokenizeRequest))
+@router.post("/tokenize", **described("Convert a text or a chat to tokens", Tokens, body=TokenizeRequest))
+@router.post("/v1/tokenize", **described("Convert a text or a chat to tokens", Tokens, body=TokenizeRequest))
 async def tokenize(request: Request) -> Response:
     """Messages become the very ids that a chat request would send; recorded answers keep the ids they were generated
     with."""
@@ -42,8 +43,8 @@ async def tokenize(request: Request) -> Response:
     return Response(msgspec.json.encode(answer), headers=headers, media_type="application/json")
 
 
-@router.post("/detokenize", **described("Convert tokens to text", answers.Text, body=DetokenizeRequest))
-@router.post("/v1/detokenize", **described("Convert tokens to text", answers.Text, body=DetokenizeRequest))
+@router.post("/detokenize", **described("Convert tokens to text", Text, body=DetokenizeRequest))
+@router.post("/v1/detokenize", **described("Convert tokens to text", Text, body=DetokenizeRequest))
 async def detokenize(request: Request) -> Response:
     body, headers = await body_of(request, DetokenizeRequest)
     readiness = readiness_of(request)
@@ -57,7 +58,7 @@ async def detokenize(request: Request) -> Response:
 
 @router.post(
     "/v1/chat/completions/input_tokens",
-    **described("Count a chat's tokens", answers.InputTokens, body=ChatCompletionRequest),
+    **described("Count a chat's tokens", InputTokens, body=ChatCompletionRequest),
 )
 async def chat_input_tokens(request: Request) -> Response:
     body, headers = await body_of(request, ChatCompletionRequest)

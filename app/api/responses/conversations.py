@@ -13,16 +13,15 @@ from reprise.app.api.responses.response_service import not_found
 from reprise.app.api.responses.route import ItemPage, listed, page_of, responses_of
 from reprise.app.conversations.response_store import NotStored, StoredConversation, TooLong
 from reprise.app.errors import ApiError, invalid
-from reprise.app.schemas import answers
+from reprise.app.schemas.answers.responses import ConversationObject, ItemList, OutputItem
+from reprise.app.schemas.answers.shared import DeletedObject
 from reprise.app.schemas.past.parts import Losses
 from reprise.app.schemas.responses import ConversationRequest, Item, ItemsRequest
 
 router = APIRouter()
 
 
-@router.post(
-    "/v1/conversations", **described("Create a conversation", answers.ConversationObject, body=ConversationRequest)
-)
+@router.post("/v1/conversations", **described("Create a conversation", ConversationObject, body=ConversationRequest))
 async def create_conversation(request: Request) -> Response:
     """A conversation is also a session of the same name."""
     body, headers = await body_of(request, ConversationRequest)
@@ -37,7 +36,7 @@ async def create_conversation(request: Request) -> Response:
     return Response(msgspec.json.encode(_describe(made)), headers=headers, media_type="application/json")
 
 
-@router.get("/v1/conversations/{conversation_id}", **described("Get a conversation", answers.ConversationObject))
+@router.get("/v1/conversations/{conversation_id}", **described("Get a conversation", ConversationObject))
 async def get_conversation(request: Request, conversation_id: str) -> dict[str, Any]:
     try:
         return _describe(await responses_of(request).store.conversation(request.state.tenant, conversation_id))
@@ -47,7 +46,7 @@ async def get_conversation(request: Request, conversation_id: str) -> dict[str, 
 
 @router.post(
     "/v1/conversations/{conversation_id}",
-    **described("Change a conversation's metadata", answers.ConversationObject, body=ConversationRequest),
+    **described("Change a conversation's metadata", ConversationObject, body=ConversationRequest),
 )
 async def update_conversation(request: Request, conversation_id: str) -> Response:
     body, headers = await body_of(request, ConversationRequest)
@@ -58,7 +57,7 @@ async def update_conversation(request: Request, conversation_id: str) -> Respons
     return Response(msgspec.json.encode(_describe(made)), headers=headers, media_type="application/json")
 
 
-@router.delete("/v1/conversations/{conversation_id}", **described("Delete a conversation", answers.DeletedObject))
+@router.delete("/v1/conversations/{conversation_id}", **described("Delete a conversation", DeletedObject))
 async def delete_conversation(request: Request, conversation_id: str) -> dict[str, Any]:
     try:
         await responses_of(request).items.forget(request.state.tenant, conversation_id)
@@ -69,7 +68,7 @@ async def delete_conversation(request: Request, conversation_id: str) -> dict[st
 
 @router.get(
     "/v1/conversations/{conversation_id}/items",
-    **described("List a conversation's items", answers.ItemList, query=ItemPage),
+    **described("List a conversation's items", ItemList, query=ItemPage),
 )
 async def list_items(request: Request, conversation_id: str) -> dict[str, Any]:
     page = page_of(request)
@@ -78,7 +77,7 @@ async def list_items(request: Request, conversation_id: str) -> dict[str, Any]:
 
 @router.post(
     "/v1/conversations/{conversation_id}/items",
-    **described("Add items to a conversation", answers.ItemList, body=ItemsRequest),
+    **described("Add items to a conversation", ItemList, body=ItemsRequest),
 )
 async def add_items(request: Request, conversation_id: str) -> Response:
     body, headers = await body_of(request, ItemsRequest)
@@ -94,7 +93,7 @@ async def add_items(request: Request, conversation_id: str) -> Response:
     return Response(msgspec.json.encode(answer), headers=headers, media_type="application/json")
 
 
-@router.get("/v1/conversations/{conversation_id}/items/{item_id}", **described("Get an item", answers.OutputItem))
+@router.get("/v1/conversations/{conversation_id}/items/{item_id}", **described("Get an item", OutputItem))
 async def get_item(request: Request, conversation_id: str, item_id: str) -> dict[str, Any]:
     found = next((item for item in await _items(request, conversation_id) if item["id"] == item_id), None)
     if found is None:
@@ -102,9 +101,7 @@ async def get_item(request: Request, conversation_id: str, item_id: str) -> dict
     return found
 
 
-@router.delete(
-    "/v1/conversations/{conversation_id}/items/{item_id}", **described("Delete an item", answers.ConversationObject)
-)
+@router.delete("/v1/conversations/{conversation_id}/items/{item_id}", **described("Delete an item", ConversationObject))
 async def delete_item(request: Request, conversation_id: str, item_id: str) -> dict[str, Any]:
     await _items(request, conversation_id)  # raises 404 if there is no such conversation
     try:

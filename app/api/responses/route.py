@@ -12,7 +12,8 @@ from reprise.app.api.responses.response_service import Responses, not_found
 from reprise.app.conversations.response_store import NotStored
 from reprise.app.errors import from_validation
 from reprise.app.http.event_stream import until_disconnect
-from reprise.app.schemas import answers
+from reprise.app.schemas.answers.responses import ItemList, ResponseEvent, ResponseObject
+from reprise.app.schemas.answers.shared import DeletedObject, InputTokens
 from reprise.app.schemas.past.parts import Losses
 from reprise.app.schemas.responses import ResponseRequest
 
@@ -36,7 +37,7 @@ def responses_of(request: Request) -> Responses:
 
 @router.post(
     "/v1/responses",
-    **described("Create a response", answers.ResponseObject, body=ResponseRequest, events=answers.ResponseEvent),
+    **described("Create a response", ResponseObject, body=ResponseRequest, events=ResponseEvent),
 )
 async def create_response(request: Request) -> Response:
     """OpenAI's Responses, with typed events. Goes on from `previous_response_id` or `conversation`; `background`
@@ -60,7 +61,7 @@ async def create_response(request: Request) -> Response:
 
 @router.post(
     "/v1/responses/input_tokens",
-    **described("Count a response's prompt tokens", answers.InputTokens, body=ResponseRequest),
+    **described("Count a response's prompt tokens", InputTokens, body=ResponseRequest),
 )
 async def input_tokens(request: Request) -> Response:
     body, headers = await body_of(request, ResponseRequest)
@@ -71,27 +72,25 @@ async def input_tokens(request: Request) -> Response:
     return Response(msgspec.json.encode(answer), headers=headers, media_type="application/json")
 
 
-@router.get("/v1/responses/{response_id}", **described("Get a stored response", answers.ResponseObject))
+@router.get("/v1/responses/{response_id}", **described("Get a stored response", ResponseObject))
 async def get_response(request: Request, response_id: str) -> dict[str, Any]:
     return await responses_of(request).get(request.state.tenant, response_id)
 
 
-@router.delete("/v1/responses/{response_id}", **described("Delete a response", answers.DeletedObject))
+@router.delete("/v1/responses/{response_id}", **described("Delete a response", DeletedObject))
 async def delete_response(request: Request, response_id: str) -> dict[str, Any]:
     await responses_of(request).delete(request.state.tenant, response_id)
     return {"id": response_id, "object": "response", "deleted": True}
 
 
-@router.post(
-    "/v1/responses/{response_id}/cancel", **described("Cancel a response in the background", answers.ResponseObject)
-)
+@router.post("/v1/responses/{response_id}/cancel", **described("Cancel a response in the background", ResponseObject))
 async def cancel_response(request: Request, response_id: str) -> dict[str, Any]:
     return await responses_of(request).cancel(request.state.tenant, response_id)
 
 
 @router.get(
     "/v1/responses/{response_id}/input_items",
-    **described("List a response's input items", answers.ItemList, query=ItemPage),
+    **described("List a response's input items", ItemList, query=ItemPage),
 )
 async def list_input_items(request: Request, response_id: str) -> dict[str, Any]:
     page, responses, tenant = page_of(request), responses_of(request), request.state.tenant

@@ -9,7 +9,23 @@ import pytest
 
 import reprise.app.api
 from reprise.app.api.openapi import OPERATIONS, describe
-from reprise.app.schemas import answers
+from reprise.app.schemas.answers.chat import ChatCompletion, ChatCompletionChunk
+from reprise.app.schemas.answers.completions import Completion
+from reprise.app.schemas.answers.messages import AnthropicMessage, MessageEvent
+from reprise.app.schemas.answers.responses import ConversationObject, ItemList, ResponseEvent, ResponseObject
+from reprise.app.schemas.answers.server import (
+    CacheStatsObject,
+    Health,
+    Model,
+    ModelList,
+    Props,
+    ReadyStatus,
+    Text,
+    Tokens,
+    Version,
+)
+from reprise.app.schemas.answers.sessions import CacheSessionList, Session, SessionList
+from reprise.app.schemas.answers.shared import AnthropicError, DeletedObject, Error, InputTokens
 from reprise.app.schemas.chat import ChatCompletionRequest
 from tests.app.fakes import FakeEngine, Running, in_process, make_settings, session_info
 
@@ -83,20 +99,20 @@ def test_what_a_body_may_be_is_described_as_it_is_read():
 @pytest.mark.parametrize(
     ("path", "body", "model"),
     [
-        ("/v1/chat/completions", {**CHAT, "logprobs": True, "top_logprobs": 2}, answers.ChatCompletion),
-        ("/v1/chat/completions", {**CHAT, "tools": TOOLS, "max_tokens": 200}, answers.ChatCompletion),
-        ("/v1/chat/completions/input_tokens", CHAT, answers.InputTokens),
-        ("/v1/completions", {**BASE, "prompt": "x", "echo": True, "logprobs": 2}, answers.Completion),
-        ("/v1/responses", {**BASE, "input": "Hello"}, answers.ResponseObject),
-        ("/v1/responses", {**BASE, "input": "Hello", "background": True}, answers.ResponseObject),
-        ("/v1/responses/input_tokens", {**BASE, "input": "Hello"}, answers.InputTokens),
-        ("/v1/conversations", {"items": "Hello"}, answers.ConversationObject),
-        ("/v1/messages", {**CHAT, "max_tokens": 200}, answers.AnthropicMessage),
-        ("/v1/messages/count_tokens", CHAT, answers.InputTokens),
-        ("/tokenize", {"prompt": "x", "return_token_strs": True}, answers.Tokens),
-        ("/detokenize", {"tokens": [5]}, answers.Text),
-        ("/v1/chat/completions", {**CHAT, "n": 0}, answers.Error),
-        ("/v1/messages", CHAT, answers.AnthropicError),
+        ("/v1/chat/completions", {**CHAT, "logprobs": True, "top_logprobs": 2}, ChatCompletion),
+        ("/v1/chat/completions", {**CHAT, "tools": TOOLS, "max_tokens": 200}, ChatCompletion),
+        ("/v1/chat/completions/input_tokens", CHAT, InputTokens),
+        ("/v1/completions", {**BASE, "prompt": "x", "echo": True, "logprobs": 2}, Completion),
+        ("/v1/responses", {**BASE, "input": "Hello"}, ResponseObject),
+        ("/v1/responses", {**BASE, "input": "Hello", "background": True}, ResponseObject),
+        ("/v1/responses/input_tokens", {**BASE, "input": "Hello"}, InputTokens),
+        ("/v1/conversations", {"items": "Hello"}, ConversationObject),
+        ("/v1/messages", {**CHAT, "max_tokens": 200}, AnthropicMessage),
+        ("/v1/messages/count_tokens", CHAT, InputTokens),
+        ("/tokenize", {"prompt": "x", "return_token_strs": True}, Tokens),
+        ("/detokenize", {"tokens": [5]}, Text),
+        ("/v1/chat/completions", {**CHAT, "n": 0}, Error),
+        ("/v1/messages", CHAT, AnthropicError),
     ],
 )
 @pytest.mark.parametrize("said", ["Hello there", CALL])
@@ -108,11 +124,11 @@ async def test_answers_are_as_described(running: Running, path, body, model, sai
 @pytest.mark.parametrize(
     ("path", "body", "model"),
     [
-        ("/v1/chat/completions", {**CHAT, "tools": TOOLS, "max_tokens": 200}, answers.ChatCompletionChunk),
-        ("/v1/chat/completions", {**CHAT, "logprobs": True}, answers.ChatCompletionChunk),
-        ("/v1/completions", {**BASE, "prompt": "x", "logprobs": 2}, answers.Completion),
-        ("/v1/responses", {**BASE, "input": "Hello"}, answers.ResponseEvent),
-        ("/v1/messages", {**CHAT, "max_tokens": 200}, answers.MessageEvent),
+        ("/v1/chat/completions", {**CHAT, "tools": TOOLS, "max_tokens": 200}, ChatCompletionChunk),
+        ("/v1/chat/completions", {**CHAT, "logprobs": True}, ChatCompletionChunk),
+        ("/v1/completions", {**BASE, "prompt": "x", "logprobs": 2}, Completion),
+        ("/v1/responses", {**BASE, "input": "Hello"}, ResponseEvent),
+        ("/v1/messages", {**CHAT, "max_tokens": 200}, MessageEvent),
     ],
 )
 async def test_events_are_as_described(running: Running, path, body, model):
@@ -129,24 +145,24 @@ async def test_what_is_asked_for_is_as_described(running: Running):
     response = (await running.http.post("/v1/responses", json={**BASE, "input": "Hello"})).json()
     conversation = (await running.http.post("/v1/conversations", json={"items": "Hello"})).json()
     for path, model in (
-        ("/v1/models", answers.ModelList),
-        ("/v1/models/test-model", answers.Model),
-        ("/v1/models?client_version=1", answers.ModelList),
-        ("/props", answers.Props),
-        ("/v1/sessions", answers.SessionList),
-        ("/v1/sessions/s", answers.Session),
-        ("/v1/cache/stats", answers.CacheStatsObject),
-        ("/v1/cache/sessions", answers.CacheSessionList),
-        ("/health", answers.Health),
-        ("/ready", answers.ReadyStatus),
-        ("/version", answers.Version),
-        (f"/v1/responses/{response['id']}", answers.ResponseObject),
-        (f"/v1/responses/{response['id']}/input_items", answers.ItemList),
-        (f"/v1/conversations/{conversation['id']}", answers.ConversationObject),
-        (f"/v1/conversations/{conversation['id']}/items", answers.ItemList),
-        ("/v1/responses/resp_none", answers.Error),
-        ("/v1/nothing", answers.Error),
+        ("/v1/models", ModelList),
+        ("/v1/models/test-model", Model),
+        ("/v1/models?client_version=1", ModelList),
+        ("/props", Props),
+        ("/v1/sessions", SessionList),
+        ("/v1/sessions/s", Session),
+        ("/v1/cache/stats", CacheStatsObject),
+        ("/v1/cache/sessions", CacheSessionList),
+        ("/health", Health),
+        ("/ready", ReadyStatus),
+        ("/version", Version),
+        (f"/v1/responses/{response['id']}", ResponseObject),
+        (f"/v1/responses/{response['id']}/input_items", ItemList),
+        (f"/v1/conversations/{conversation['id']}", ConversationObject),
+        (f"/v1/conversations/{conversation['id']}/items", ItemList),
+        ("/v1/responses/resp_none", Error),
+        ("/v1/nothing", Error),
     ):
         model.model_validate((await running.http.get(path)).json(), strict=True)
     for path in (f"/v1/responses/{response['id']}", f"/v1/conversations/{conversation['id']}"):
-        answers.DeletedObject.model_validate((await running.http.delete(path)).json(), strict=True)
+        DeletedObject.model_validate((await running.http.delete(path)).json(), strict=True)

@@ -5,7 +5,8 @@ import asyncio
 import msgspec
 import pytest
 
-from reprise.app.schemas import answers
+from reprise.app.schemas.answers.server import CacheCleared, CacheStatsObject
+from reprise.app.schemas.answers.sessions import CacheSessionList
 from tests.app.fakes import STATS, FakeEngine, Running, in_process, make_settings, session_info
 
 KEY, ADMIN = "sk-somebody-1", "sk-the-admin-1"
@@ -20,7 +21,7 @@ def keep(engine: FakeEngine) -> None:
 
 async def test_stats_add_up(running: Running):
     answer = (await running.http.get("/v1/cache/stats")).json()
-    answers.CacheStatsObject.model_validate(answer, strict=True)
+    CacheStatsObject.model_validate(answer, strict=True)
     assert answer["prompt_tokens"] == {"hbm": 32, "dram": 0, "disk": 0, "redis": 0, "computed": 9}
     assert answer["hit_rate"] == pytest.approx(32 / 41, abs=1e-6)
     assert sum(answer["hit_rates"].values()) == pytest.approx(1, abs=1e-5)
@@ -42,7 +43,7 @@ async def test_seconds_are_rounded(running: Running):
 async def test_a_server_that_has_answered_nobody_has_no_hit_rate(running: Running):
     running.engine.stats = msgspec.structs.replace(STATS, prompt_tokens={})
     answer = (await running.http.get("/v1/cache/stats")).json()
-    answers.CacheStatsObject.model_validate(answer, strict=True)
+    CacheStatsObject.model_validate(answer, strict=True)
     assert answer["hit_rate"] is None
     running.engine.stats = None
     assert (await running.http.get("/v1/cache/stats")).status_code == 503
@@ -55,7 +56,7 @@ async def test_everybodys_sessions_are_read_page_by_page(running: Running):
     while page["has_more"]:
         after = page["data"][-1]["cursor"] if page["data"] else ""
         page = (await running.http.get("/v1/cache/sessions", params={"limit": 2, "after": after})).json()
-        answers.CacheSessionList.model_validate(page, strict=True)
+        CacheSessionList.model_validate(page, strict=True)
         seen += [(session["tenant"], session["id"]) for session in page["data"]]
     assert seen == [(tenant, name) for tenant, names in OWNERS.items() for name in names]
 
@@ -77,7 +78,7 @@ async def test_all_kv_leaves_and_what_was_said_stays(running: Running, monkeypat
     keep(running.engine)
     cleared = await running.http.post("/v1/cache/clear", json={})
     assert cleared.json() == {"object": "cache.cleared", "removed": 6, "running": 0}
-    answers.CacheCleared.model_validate(cleared.json(), strict=True)
+    CacheCleared.model_validate(cleared.json(), strict=True)
     assert running.engine.kept == {}
     history = [*question, said.json()["choices"][0]["message"], *question]
     await running.http.post("/v1/chat/completions", json={"model": "test-model", "messages": history})
