@@ -5,7 +5,7 @@ from typing import Any
 
 from tests.page.browser import WRITTEN, answered, wait_until
 
-MOST_STOPS = 60  # of the Tab key, until what is looked for has the focus
+MOST_STOPS = 60  # presses of the Tab key before a search for a name fails
 # What is wrong with the focus, or null. What had it at the last look has to look otherwise now: its own frame tells
 # that it has the focus, or that of what is around it.
 LOOK = """() => {
@@ -59,7 +59,7 @@ class Keyboard:
     def __init__(self, page: Any, axe: str) -> None:
         self.page = page
         self._axe = axe
-        self._devtools = page.context.new_cdp_session(page)  # which tells the names that a screen reader is told
+        self._devtools = page.context.new_cdp_session(page)  # tells the names that a screen reader reads
 
     def close(self) -> None:
         self._devtools.detach()

@@ -289,7 +289,7 @@ def test_a_conversation_that_cannot_be_deleted_without_a_connection_says_so_and_
 
 @pytest.mark.parametrize("width", [1280, 390])
 def test_that_a_conversation_is_gone_is_seen(page: Any, width: int) -> None:
-    """Also where the list lies over the chat, which is uncovered when another conversation is opened."""
+    """Look on a phone too, where the list lies over the chat and goes away when another conversation is opened."""
     page.set_viewport_size({"width": width, "height": 844})
     send(page, "Hello")
     page.keyboard.press("Control+k")
