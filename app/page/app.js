@@ -154,9 +154,11 @@ async function expect() {
   if (!(await expectTurn(id))) expected.set(id, Infinity);
 }
 
-/** Open a conversation, null: a new one. `isStep`: Back leads from it to the one before. */
-function show(conversation, isStep = true) {
+/** Open a conversation, null: a new one. `isStep`: Back leads from it to the one before. `uncovers`: on a narrow screen, what
+ * lies over the chat goes away. */
+function show(conversation, isStep = true, uncovers = true) {
   openings += 1;
+  const hadFocus = document.activeElement !== document.body;
   if (conversation?.id !== chat.conversation.id) chat.open(conversation ?? fresh()); // else it is there already, and maybe streams
   address.write(addressed(), isStep);
   notice("");
@@ -164,8 +166,9 @@ function show(conversation, isStep = true) {
   composer.streaming = chat.streaming;
   expect();
   drawList();
-  panels.close();
+  if (uncovers) panels.close();
   if (!NARROW.matches) composer.focus(); // on a phone that would bring up the keyboard
+  else if (hadFocus && document.activeElement === document.body) element("thread").focus({ preventScroll: true }); // it was in what is gone
 }
 
 const addressed = () => (chat.conversation.messages.length ? chat.conversation.id : null);
@@ -246,7 +249,7 @@ async function forget(id, title) {
   element("list-status").textContent = isGone
     ? `“${isolated(title)}” is gone from this browser and from every tier of the server.`
     : `“${isolated(title)}” is gone from this browser. The server was not told: it has no way to delete a conversation.`;
-  if (id === chat.conversation.id) show(fresh(), false);
+  if (id === chat.conversation.id) show(fresh(), false, false); // that it is gone is said in the list
   else drawList();
 }
 

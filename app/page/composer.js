@@ -151,7 +151,9 @@ export class Composer extends EventTarget {
 
   #queue(value) {
     this.#queued = value;
+    const hadFocus = document.activeElement === element("unqueue");
     element("queued").hidden = !value;
+    if (hadFocus && !value) message.focus(); // else it would be lost with the button
   }
 
   #changed() {

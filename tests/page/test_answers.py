@@ -231,7 +231,9 @@ def is_inside_thread(page: Any, shown: Any) -> bool:
     return bool(box["y"] >= inside["y"] - 1 and box["y"] + box["height"] <= inside["y"] + inside["height"] + 1)
 
 
-def test_why_a_message_was_refused_is_seen(page: Any, server: Served) -> None:
+@pytest.mark.parametrize("size", [(1280, 800), (390, 844)])
+def test_why_a_message_was_refused_is_seen(page: Any, server: Served, size: tuple[int, int]) -> None:
+    page.set_viewport_size({"width": size[0], "height": size[1]})
     for text in ("One", "Two", "Three"):
         send(page, text)
     server.engine.script.refuse = "context_length_exceeded"
@@ -274,6 +276,28 @@ def test_a_conversation_is_deleted_while_its_answer_streams(page: Any, server: S
     page.get_by_text("“Go on” is gone from this browser and from every tier of the server.").wait_for()
     assert page.get_by_role("alert").count() == 0
     assert ("local", session) not in server.engine.kept
+
+
+def test_a_conversation_that_cannot_be_deleted_without_a_connection_says_so_and_stays(page: Any) -> None:
+    send(page, "Hello")
+    page.route("**/v1/sessions/*", lambda route: route.abort())
+    page.get_by_role("button", name="Delete “Hello”").click()
+    page.get_by_role("button", name="Delete", exact=True).click()
+    page.get_by_role("alert").filter(has_text="Not deleted: There is no connection to the server.").wait_for()
+    assert page.locator("#conversations .open").all_inner_texts() == ["Hello"]
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_that_a_conversation_is_gone_is_seen(page: Any, width: int) -> None:
+    """Look on a phone too, where the list lies over the chat and goes away when another conversation is opened."""
+    page.set_viewport_size({"width": width, "height": 844})
+    send(page, "Hello")
+    page.keyboard.press("Control+k")
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("Delete")
+    page.get_by_role("dialog").get_by_role("button", name="Delete", exact=True).click()
+    page.get_by_text("“Hello” is gone from this browser").wait_for()
+    assert page.locator("article").count() == 0
 
 
 def test_how_long_to_wait_after_a_refusal_is_said(page: Any) -> None:

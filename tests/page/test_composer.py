@@ -115,6 +115,21 @@ def test_a_suggestion_waits_for_the_model_too(page: Any, loading: Any) -> None:
     assert page.locator("article.mine .text").inner_text() == "Why is the sky blue?"
 
 
+def test_a_model_that_loads_has_one_word_whoever_tells_of_it(page: Any, server: Served, loading: Any) -> None:
+    """The list of models refuses, or the server's events tell its engine's state."""
+    pill = page.locator("#server")
+    assert pill.inner_text() == "loading the model"
+    loading()
+    ready(page)
+    server.engine.state = "loading"
+    try:
+        page.locator('#server[data-state="waiting"]').wait_for()
+        assert pill.inner_text() == "loading the model"
+    finally:
+        server.engine.state = "ready"
+    ready(page)
+
+
 def test_a_server_alone_is_not_asked_for_its_fleet(page: Any) -> None:
     asked: list[str] = []
     page.on("request", lambda request: asked.append(request.url))
