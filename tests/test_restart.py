@@ -21,6 +21,7 @@ async def two_turns(server: ServerProcess, talks: list[Talk]) -> None:
 
 
 @pytest.mark.always
+@pytest.mark.timeout(300)  # four servers start
 def test_conversations_survive_a_stop_a_crash_and_the_loss_of_the_index(tmp_path: Path) -> None:
     """One directory, three servers in a row; every one brings back what the one before has said."""
     own = {**SETTINGS, "cache.disk_dir": str(tmp_path)}

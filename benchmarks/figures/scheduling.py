@@ -22,7 +22,7 @@ def draw(result: Result, out: Path) -> None:
     figure, axes = panels(2, (5.5, 3.8))
     passed, waits = axes
     longest_s: dict[str, list[float]] = {}
-    for policy in COLORS:
+    for policy in (policy for policy in COLORS if policy in row["ttft_ms"]):
         values = row["ttft_ms"][policy]
         counts = {int(count): number for count, number in values["overtakes"].items()}
         places = range(max(counts) + 1)

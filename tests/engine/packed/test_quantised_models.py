@@ -308,6 +308,7 @@ def test_a_weight_of_another_shape_than_the_models_is_refused(tmp_path: Path) ->
 
 def test_modules_buffers_come_from_the_checkpoint(tmp_path: Path) -> None:
     """A correction of experts' scores is no parameter, and is kept in fp32."""
+    torch.manual_seed(0)  # scores that are nearly the same would choose other experts
     model = tiny_model(
         "deepseek_v3",
         num_key_value_heads=4,
