@@ -29,7 +29,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.reprise-llm-$(EXTRAS)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup model serve test test-all test-times test-api test-clients test-fleet test-ray test-compose test-gpu gpu-day gpu-day-dry gpu-day-preflight fuzz check docs format bench bench-quick evidence figures screenshots sim house coverage wheel test-wheel wheels lock clean
+.PHONY: help setup model serve test test-all test-times test-api test-clients test-fleet test-keys test-ray test-compose test-gpu gpu-day gpu-day-dry gpu-day-preflight fuzz check docs format bench bench-quick evidence figures screenshots sim house coverage wheel test-wheel wheels lock clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
@@ -87,6 +87,9 @@ test-api:  ## thousands of requests made from /openapi.json; the server's answer
 
 test-fleet: setup  ## a gateway before real servers, some of which are killed; needs redis-server
 	@$(BIN)/python -m pytest -m 'slow and not ray' tests/fleet $(ARGS)
+
+test-keys: setup  ## the page by keys alone, at two sizes and in both schemes; wants an idle machine, three minutes
+	@$(BIN)/python -m pytest -m slow tests/page $(ARGS)
 
 test-ray:  ## a fleet that Ray Serve keeps, whose parts are killed, in ten minutes; prints how long things take
 	@$(MAKE) --no-print-directory setup EXTRAS='$(EXTRAS),fleet'

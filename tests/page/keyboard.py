@@ -78,7 +78,7 @@ class Keyboard:
 
     def look(self) -> None:
         """Fail unless the focus is seen. What a press brings about may take a moment."""
-        for _ in range(20):
+        for _ in range(400):
             wrong = self.page.evaluate(LOOK)
             if wrong is None:
                 return
@@ -118,7 +118,7 @@ class Keyboard:
         return answer
 
     def wait_focused(self, name: str) -> None:
-        for _ in range(200):
+        for _ in range(800):
             if self.focused == name:
                 return self.look()
             self.page.wait_for_timeout(25)

@@ -19,7 +19,7 @@ from tests.page.test_server_list import listed
 from tests.page.test_server_list import say as say_elsewhere
 from tests.page.test_sidebar import WRITE, reload
 
-pytestmark = pytest.mark.servers
+pytestmark = [pytest.mark.servers, pytest.mark.slow]  # beside other tests a key may come before what it is meant for
 
 SIZES = {"desktop": (1280, 800), "phone": (390, 844)}
 LOOKS = [(size, colours) for size in SIZES for colours in ("light", "dark")]
