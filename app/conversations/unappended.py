@@ -3,13 +3,13 @@ does not answer."""
 
 import asyncio
 import logging
-from collections import Counter
 from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
 
 from reprise.app.conversations.response_store import Item, NotStored, StoredConversation, TooLong, not_reachable
+from reprise.app.conversations.room import make_room
 from reprise.app.errors import ApiError
 
 MAX_BYTES = 16 << 20  # most that all of it has as JSON
@@ -59,7 +59,8 @@ class StoredItems:
         kept = self._kept.setdefault(key, _Unappended([], 0))
         kept.items += items
         kept.num_bytes += len(msgspec.json.encode(items))
-        self._make_room()
+        if make_room(self._kept, self._max_bytes):
+            log.warning("what turns have added to a conversation is lost: more than %d MiB", self._max_bytes >> 20)
 
     async def append(self, tenant: str, conversation_id: str, items: list[Item]) -> None:
         """Append items for a client, which hears if that is impossible."""
@@ -112,16 +113,6 @@ class StoredItems:
                 return self._kept.get(key) is None
             del self._kept[key]
             return True
-
-    def _make_room(self) -> None:
-        sizes: Counter[str] = Counter()
-        for (tenant, _), kept in self._kept.items():
-            sizes[tenant] += kept.num_bytes
-        while sizes.total() > self._max_bytes:
-            largest = sizes.most_common(1)[0][0]
-            key = next(key for key in self._kept if key[0] == largest)
-            sizes[largest] -= self._kept.pop(key).num_bytes
-            log.warning("what turns have added to a conversation is lost: more than %d MiB", self._max_bytes >> 20)
 
 
 def _missing(found: list[Item], kept: _Unappended | None) -> list[Item]:

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -12,6 +11,7 @@ from typing import Any, Protocol
 import msgspec
 
 from reprise.app.conversations.response_store import MAX_ITEMS, Item, NotStored, TooLong
+from reprise.app.conversations.room import make_room
 from reprise.app.errors import ApiError
 
 MAX_BYTES = 16 << 20  # most that all of them have as JSON
@@ -70,7 +70,9 @@ class StoredResponses:
         num_bytes = len(msgspec.json.encode((body, items)))
         self._kept.pop((tenant, body["id"]), None)
         self._kept[tenant, body["id"]] = _Unstored(body, items, previous, num_bytes, time.time())
-        self._make_room()
+        if make_room(self._kept, self._max_bytes) and not self._has_lost:
+            self._has_lost = True
+            log.warning("the oldest responses that cannot be stored are lost: more than %d MiB", self._max_bytes >> 20)
 
     async def get(self, tenant: str, response_id: str) -> dict[str, Any]:
         kept = self._kept_one(tenant, response_id)
@@ -141,17 +143,3 @@ class StoredResponses:
         before = time.time() - self._ttl_s
         while self._kept and next(iter(self._kept.values())).kept_s < before:
             del self._kept[next(iter(self._kept))]
-
-    def _make_room(self) -> None:
-        sizes: Counter[str] = Counter()
-        for (tenant, _), kept in self._kept.items():
-            sizes[tenant] += kept.num_bytes
-        while sizes.total() > self._max_bytes:
-            largest = sizes.most_common(1)[0][0]
-            key = next(key for key in self._kept if key[0] == largest)
-            sizes[largest] -= self._kept.pop(key).num_bytes
-            if not self._has_lost:
-                self._has_lost = True
-                log.warning(
-                    "the oldest responses that cannot be stored are lost: more than %d MiB", self._max_bytes >> 20
-                )

@@ -1,0 +1,26 @@
+"""The bound of what is kept in memory for several tenants until it can be stored."""
+
+from collections import Counter
+from typing import Protocol, TypeVar
+
+
+class _Sized(Protocol):
+    @property
+    def num_bytes(self) -> int: ...
+
+
+Kept = TypeVar("Kept", bound=_Sized)
+
+
+def make_room(kept: dict[tuple[str, str], Kept], max_bytes: int) -> int:
+    """Drop from what is kept, by tenant and id and the oldest first, until it has at most max_bytes: each time the
+    oldest of the tenant that has the most. Returns how many were dropped."""
+    sizes: Counter[str] = Counter()
+    for (tenant, _), one in kept.items():
+        sizes[tenant] += one.num_bytes
+    before = len(kept)
+    while sizes.total() > max_bytes:
+        largest = sizes.most_common(1)[0][0]
+        key = next(key for key in kept if key[0] == largest)
+        sizes[largest] -= kept.pop(key).num_bytes
+    return before - len(kept)
