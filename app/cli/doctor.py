@@ -416,7 +416,8 @@ def _is_reprise(host: str, port: int) -> bool:
     """Return whether a server or gateway of Reprise answers at an address."""
     here = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
     try:
-        answer = httpx.get(f"http://{f'[{here}]' if ':' in here else here}:{port}/health", timeout=ADDRESS_TIMEOUT_S)
+        url = f"http://{f'[{here}]' if ':' in here else here}:{port}/health"
+        answer = httpx.get(url, timeout=ADDRESS_TIMEOUT_S, trust_env=False)  # no proxy: it is this machine
         health = answer.json()
     except (httpx.HTTPError, httpx.InvalidURL, ValueError):
         return False

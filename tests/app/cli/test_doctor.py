@@ -244,7 +244,12 @@ def test_an_address_in_use_is_found(tmp_path: Path) -> None:
     assert found["address"].found.count(str(taken_port)) == 1
 
 
-async def test_reprise_itself_on_the_address_is_no_problem(server: Running, tmp_path: Path) -> None:
+async def test_reprise_itself_on_the_address_is_no_problem(
+    server: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Look at this machine also where a proxy leads to other machines."""
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    monkeypatch.setenv("NO_PROXY", "")
     port = urlsplit(server.base_url).port
     found = (await asyncio.to_thread(look, tmp_path, server={"port": port}))["address"]
     assert (found.level, found.found) == (Level.NOTE, f"Reprise runs there: 127.0.0.1:{port}")
