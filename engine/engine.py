@@ -102,12 +102,13 @@ class Engine:
             self._step.order_next(now)
         return self._sessions.take_replies() if self._sessions.unanswered else []
 
-    def step(self, now: float) -> list[Output]:
-        """Run one batch. If it raises, call `fail_all`."""
+    def step(self, now: float, before_long: Callable[[], None] = lambda: None) -> list[Output]:
+        """Run one batch. If it raises, call `fail_all`. before_long: called when it is known what runs, before a step
+        of many tokens."""
         refused: list[Output] = []
         if self._requests.held or self._cache.parking.hopeless:
             refused = self._requests.before_step(now)
-        return refused + self._step.run(now)
+        return refused + self._step.run(now, before_long)
 
     def idle(self, now: float) -> None:
         """Expire sessions, touch memory that will be needed for the first time, and check that no page stays pinned

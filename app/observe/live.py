@@ -48,6 +48,7 @@ class Live(TurnObserver):
         self._state_disk = state_disk
         self._watchers: set[Watcher] = set()
         self._turns: deque[tuple[str, dict[str, Any]]] = deque(maxlen=MAX_TURNS)
+        self._open: dict[str, ObservedTurn] = {}  # request id -> a turn that has not ended
         self._latest_sessions: dict[str, _LatestSessions] = {}  # tenant -> its sessions
 
     def watch(self, tenant: str, *, sees_all: bool) -> "Watcher":
@@ -59,6 +60,12 @@ class Live(TurnObserver):
         watcher.turns.extend(turn for owner, turn in self._turns if sees_all or owner == tenant)
         self._watchers.add(watcher)
         return watcher
+
+    def opened(self, turn: ObservedTurn) -> None:
+        self._open[turn.request_id] = turn
+
+    def closed(self, turn: ObservedTurn) -> None:
+        self._open.pop(turn.request_id, None)
 
     def first_token(self, turn: ObservedTurn, answer: Answer) -> None:
         if answer.report is None or answer.first_token_s is None:
@@ -93,9 +100,19 @@ class Live(TurnObserver):
         return shown | {
             "at": round(time.time(), 3),
             "replica": self.replica,
-            "sessions": [_session(info) for info in sessions],
+            "sessions": self._with_open([_session(info) for info in sessions], watcher.tenant),
             "disk_problem": self._state_disk.problem,  # why no new transcripts are kept
         }
+
+    def _with_open(self, sessions: list[dict[str, Any]], tenant: str) -> list[dict[str, Any]]:
+        """Add the sessions whose first prompt is being read or waits. The engine knows none before its first step is
+        over, and tells nothing during a step, which takes seconds if a prompt is long."""
+        running = {turn.session_id: len(turn.token_ids) for turn in self._open.values() if turn.tenant == tenant}
+        known = {session["id"] for session in sessions}
+        for session in sessions:
+            session["running"] |= session["id"] in running
+        begun = [_begun(session, tokens) for session, tokens in running.items() if session not in known]
+        return [*reversed(begun), *sessions][:MAX_SESSIONS]
 
     async def _sessions(self, tenant: str) -> list[SessionInfo]:
         """Return the sessions that a tenant used last. Asks the engine at most once a period, however many pages of the
@@ -269,4 +286,18 @@ def _session(info: SessionInfo) -> dict[str, Any]:
         "last_used_at": round(info.last_used_s, 3),
         "pinned": info.pinned,
         "running": info.running,
+    }
+
+
+def _begun(session_id: str, tokens: int) -> dict[str, Any]:
+    """Return what is shown of a session of which nothing is stored yet."""
+    return {
+        "id": session_id,
+        "tokens": tokens,
+        "truncated_tokens": 0,
+        "blocks": {},
+        "bytes": {},
+        "last_used_at": round(time.time(), 3),
+        "pinned": False,
+        "running": True,
     }

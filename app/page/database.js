@@ -5,7 +5,7 @@ const VERSION = 1;
 const STORES = ["conversations", "entries"];
 
 /** An IDBDatabase. Rejects where the browser keeps nothing, as in some private windows. */
-export function open() {
+export async function open() {
   const asked = indexedDB.open(NAME, VERSION);
   asked.onupgradeneeded = () => {
     for (const name of STORES) asked.result.createObjectStore(name, { keyPath: "id" });

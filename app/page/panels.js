@@ -1,5 +1,5 @@
-// The list beside the chat and the live view. On a narrow screen they lie over it, one at a time; on a wide one they stand
-// beside it, and whether they are open is kept.
+// The list beside the chat and the live view. On a narrow screen they lie over it, on others they stand beside it, and
+// whether they are open is kept. Only a wide one has room for both.
 
 const KEPT = "reprise.panels";
 const AT_FIRST = { sidebar: true, live: false };
@@ -8,6 +8,7 @@ const element = (id) => document.querySelector(`#${id}`);
 const TOGGLES = { sidebar: element("toggle-sidebar"), live: element("toggle-live") };
 
 export const NARROW = matchMedia("(max-width: 1099px)");
+const NOT_WIDE = matchMedia("(max-width: 1279px)");
 
 export const isOpen = (name) => TOGGLES[name].getAttribute("aria-expanded") === "true";
 
@@ -21,14 +22,14 @@ export class Panels {
         if (!NARROW.matches) localStorage.setItem(KEPT, JSON.stringify({ sidebar: isOpen("sidebar"), live: isOpen("live") }));
       });
     }
-    NARROW.addEventListener("change", () => this.#layOut());
+    for (const width of [NARROW, NOT_WIDE]) width.addEventListener("change", () => this.#layOut());
     this.#layOut();
   }
 
   /** What a narrow panel covers cannot be reached meanwhile. */
   open(name, open) {
     for (const [other, toggle] of Object.entries(TOGGLES)) {
-      const willBe = other === name ? open : open && NARROW.matches ? false : isOpen(other);
+      const willBe = other === name ? open : open && NOT_WIDE.matches ? false : isOpen(other);
       toggle.setAttribute("aria-expanded", String(willBe));
       element(other).classList.toggle("open", willBe);
     }

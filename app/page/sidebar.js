@@ -204,7 +204,7 @@ export class Sidebar extends EventTarget {
     const shown = isolated(title);
     const open = h("button", {
       type: "button", class: "open", tabIndex: -1, title: says ? `${shown}\n${says}` : shown, "aria-current": id === this.#current ? "true" : undefined,
-      "aria-keyshortcuts": "F2 Delete", data: { act: "open" },
+      "aria-keyshortcuts": "F2 Delete", data: says ? { act: "open", says } : { act: "open" },
     }, time ? h("span", { class: "name" }, title || "Untitled") : title || "Untitled", this.#running.includes(id) ? h("span", { class: "running" }, h("span", { class: "visually-hidden" }, ", an answer is written")) : null);
     if (time) open.append(h("span", { class: "visually-hidden" }, ", "), h("span", { class: "small muted time" }, time));
     const dot = place ? h("span", { class: "dot", "aria-hidden": "true", data: { place } }) : null;

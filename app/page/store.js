@@ -2,6 +2,7 @@
 // wrote to one conversation at once, both are kept.
 
 import { open, result, transact } from "./database.js";
+import * as early from "./early_entries.js";
 import { path } from "./message_tree.js";
 import { onDemand } from "./on_demand.js";
 
@@ -20,7 +21,7 @@ export const DEFAULTS = {
 const entries = new Map(); // id -> {id, title, updated}
 const unkept = new Map(); // id -> conversation, where the browser has no database for us
 const listeners = new Set();
-const channel = new BroadcastChannel("reprise.conversations");
+const { channel } = early;
 let database = null;
 let started = null; // a promise
 let writing = Promise.resolve(); // one after the other
@@ -34,10 +35,11 @@ export function start() {
 
 async function begin() {
   try {
-    database = await inTime(open());
+    database = await inTime(early.database);
+    for (const entry of await inTime(early.entries)) entries.set(entry.id, entry);
     await bringOld().catch((error) => console.info("Older conversations stay where they are:", error));
-    const all = await inTime(inDatabase("readonly", (stores) => result(stores.entries.getAll())));
-    for (const entry of all) entries.set(entry.id, entry);
+    channel.onmessage = ({ data: { id } }) => hear(id);
+    early.changed.splice(0).forEach(hear);
   } catch (error) {
     database = null;
     silent = error.name === "TimeoutError";
@@ -80,6 +82,7 @@ async function bringOld() {
       if (await result(stores.entries.getKey(conversation.id))) continue;
       stores.conversations.put(conversation);
       stores.entries.put(entryOf(conversation));
+      entries.set(conversation.id, entryOf(conversation));
     }
   });
   for (const key of [...read.keys(), OLD_INDEX]) localStorage.removeItem(key);
@@ -286,10 +289,9 @@ export function onChange(listener) {
   listeners.add(listener);
 }
 
-channel.addEventListener("message", async ({ data: { id } }) => {
-  if (!database) return;
+async function hear(id) {
   const entry = await inDatabase("readonly", (stores) => result(stores.entries.get(id))).catch(() => undefined);
   if (entry) entries.set(id, entry);
   else entries.delete(id);
   for (const listener of listeners) listener(id);
-});
+}

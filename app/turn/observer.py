@@ -23,6 +23,8 @@ class ObservedTurn(Protocol):
     @property
     def model(self) -> ModelInfo: ...
     @property
+    def token_ids(self) -> Sequence[int]: ...  # the tokens of the prompt
+    @property
     def arrived_s(self) -> float: ...  # monotonic clock
     @property
     def ttft_target_ms(self) -> float | None: ...
@@ -37,6 +39,9 @@ class ObservedTurn(Protocol):
 class TurnObserver:
     """A base class of observers: override the methods of interest. They are called on the event loop between two
     tokens, so return at once."""
+
+    def opened(self, turn: ObservedTurn) -> None:
+        """Note that the engine has the turn. `closed` follows."""
 
     def first_token(self, turn: ObservedTurn, answer: Answer) -> None:
         """Note that the first tokens of an answer have come. Its report says where the KV of the prompt came from."""
@@ -60,6 +65,9 @@ class Observers(TurnObserver):
 
     def __init__(self, observers: Sequence[TurnObserver]) -> None:
         self._observers = observers
+
+    def opened(self, turn: ObservedTurn) -> None:
+        self._tell(lambda observer: observer.opened(turn))
 
     def first_token(self, turn: ObservedTurn, answer: Answer) -> None:
         self._tell(lambda observer: observer.first_token(turn, answer))

@@ -241,6 +241,7 @@ class TurnService:
             on_close=partial(self._closed, admitted, request.keep_s),
         )
         self.generations.add(generation)
+        self._observer.opened(generation)
         return generation
 
     def _spend(self, admitted: Admitted, tokens: int) -> None:

@@ -56,6 +56,7 @@ POLL_MS = 200
 MOVING_POLL_MS = 25  # poll interval while bytes move between the tiers, here or in another rank
 ASKED_POLL_MS = 2  # poll interval while a session request waits: a turn that moves here waits for its answer
 HEARTBEAT_S = 1.0
+EARLY_HEARTBEAT_S = 0.1  # least time between those before long steps, which tell what runs
 CLOSE_S = 10.0  # time for saving what is left at the end; the rest is lost
 MAX_FAILURES = 3  # most failed steps in a row
 
@@ -111,8 +112,9 @@ class StepEngine(Protocol):
         readable."""
         ...
 
-    def step(self, now: float) -> list[Output]:
-        """Run one batch, or wait a moment for the transfers when there is none. If it raises, `fail_all` follows."""
+    def step(self, now: float, before_long: Callable[[], None]) -> list[Output]:
+        """Run one batch, or wait a moment for the transfers when there is none. If it raises, `fail_all` follows.
+        before_long: called when it is known what runs, before a step that may take seconds."""
         ...
 
     def progress(self, now: float) -> list[Output]:
@@ -156,6 +158,7 @@ class EngineLoop:
         self._failures = 0
         self._unanswered: set[str] = set()  # session requests
         self._heartbeat_s = float("-inf")  # time of the last heartbeat
+        self._early_s = float("-inf")  # time of the last one before a long step
         self._poller = zmq.Poller()
         self._poller.register(socket, zmq.POLLIN)
         if engine.bell is not None:
@@ -272,7 +275,7 @@ class EngineLoop:
 
     def _step(self) -> list[Output]:
         try:
-            outputs = self._engine.step(time.monotonic())
+            outputs = self._engine.step(time.monotonic(), self._beat_before_long)
         except Exception as error:  # MemoryError and torch's out-of-memory errors among them
             return self._fail(error)
         self._failures = 0
@@ -292,6 +295,12 @@ class EngineLoop:
         if not self._engine.has_work():
             self._collector.idle(now)
         self._send(self._engine.stats())
+
+    def _beat_before_long(self) -> None:
+        now = time.monotonic()
+        if now - self._early_s >= EARLY_HEARTBEAT_S:
+            self._early_s = now
+            self._send(self._engine.stats())
 
     def _send(self, message: FromEngine) -> None:
         self._socket.send(encode(message))

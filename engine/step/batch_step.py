@@ -3,6 +3,7 @@ tokens."""
 
 import logging
 import time
+from collections.abc import Callable
 
 from reprise.cache.manager import CacheManager
 from reprise.engine.messages import Output
@@ -18,6 +19,8 @@ from reprise.scheduler.schedule import Schedule
 from reprise.scheduler.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
+
+_LONG = 256  # tokens; a CPU computes them in half a second, or several with a large model
 
 
 class StepClock:
@@ -76,15 +79,17 @@ class BatchStep:
             self._restarts.failed(failed)
         self._moves.order_next(now)
 
-    def run(self, now: float) -> list[Output]:
+    def run(self, now: float, before_long: Callable[[], None]) -> list[Output]:
         """Run one batch, or wait a moment if everything that could run waits for its KV. If it raises, end every
-        request, then call `fail`."""
+        request, then call `fail`. before_long: called before _LONG or more tokens are computed."""
         clock = StepClock(now)
         schedule = self._schedule(now)
         self._moves.begin_step(schedule)
         if not schedule.chunks:
             self._moves.wait()
             return []
+        if sum(chunk.num_tokens for chunk in schedule.chunks) >= _LONG:
+            before_long()
         clock.begin_computing()
         computed = self._launch(schedule)
         if computed is None:

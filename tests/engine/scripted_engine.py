@@ -318,7 +318,9 @@ class ScriptedEngine:
     def is_moving(self) -> bool:
         return False
 
-    def step(self, now: float) -> list[Output]:
+    def step(self, now: float, before_long: Callable[[], None]) -> list[Output]:
+        if any(request.session_id == "long prompt" for request, _ in self._running.values()):
+            before_long()
         time.sleep(self._step_s)
         self._steps += 1
         outputs = [output("nobody", 0, [1])]

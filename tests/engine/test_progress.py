@@ -117,3 +117,19 @@ def test_without_such_prompts_nothing_is_looked_up() -> None:
         def __init__(self) -> None: ...
 
     assert PromptProgress(choices=RunningChoices(), scheduler=NoScheduler()).take(1.0) == []
+
+
+def test_before_many_tokens_are_computed_it_is_known_what_runs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("reprise.engine.step.batch_step._LONG", 100)
+    driver = Driver(path, step_tokens=100)
+    known: list[tuple[int, int]] = []
+
+    def look() -> None:
+        stats = driver.engine.stats()
+        known.append((stats.running, stats.waiting))
+
+    driver.submit("long", random_ids(150, 1), max_tokens=2, ignore_eos=True)
+    for now in (1.0, 2.0, 3.0):
+        driver.engine.poll(now)
+        driver.engine.step(now, look)
+    assert known == [(1, 0)], "the first step has 100 tokens, the second 50, the third one"

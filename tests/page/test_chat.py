@@ -99,6 +99,7 @@ def test_sampling_is_the_models_unless_it_is_set_here(page: Any, server: Served)
     """An empty field says what the model is drawn with, and nothing is sent for it."""
     page.get_by_role("button", name="System prompt and sampling").click()
     temperature = page.get_by_label("Temperature")
+    temperature.wait_for()
     assert temperature.input_value() == ""
     assert temperature.get_attribute("placeholder") == "1, the model's"
     assert page.get_by_label("Top k").get_attribute("placeholder") == "off"

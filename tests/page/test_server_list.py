@@ -179,6 +179,11 @@ def test_a_dot_says_where_it_lies_and_a_tooltip_until_when(page: Any, server: Se
         item.locator(f'.dot[data-place="{name}"]').wait_for()
     row = page.locator(ROWS).filter(has_text="About disk")
     assert "On disk: it is fetched before the next answer. Kept until to" in row.get_attribute("title")
+    row.focus()
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("ArrowUp")
+    shown = "getComputedStyle(document.activeElement, '::after').content"
+    assert "Kept until to" in page.evaluate(shown), "without a mouse it is read where the focus is"
     pin = page.get_by_role("button", name="Pin “About disk”")
     pin.click()
     page.get_by_role("button", name="Unpin “About disk”").wait_for()

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tests.app.fakes import Script
-from tests.page.browser import composer, send, wait_for, wait_until
+from tests.page.browser import composer, open_live, send, wait_for, wait_until
 from tests.page.served import Served
 
 pytestmark = pytest.mark.servers
@@ -23,6 +23,11 @@ WRITE = """async (rows) => {
     }
   });
   database.close();
+}"""
+DELETE_OWLS = """async () => {
+  const store = await import("/page/store.js");
+  await store.start();
+  await store.remove("page-Owls");
 }"""
 FOCUSED = r"document.activeElement.title.split('\n')[0] || document.activeElement.id"
 
@@ -107,6 +112,24 @@ def test_what_is_chosen_in_the_list_before_the_page_is_there_is_done(page: Any, 
     page.locator("dialog[open] button", has_text="Delete").click()
     wait_until(page, "document.querySelectorAll('#conversations .open').length === 4")
     assert titles() == ["Foxes", "Tawny owls", "Ships", "Tea"]
+
+
+def test_what_another_tab_deletes_while_the_list_is_on_its_way_is_not_in_it(
+    page: Any, server: Served, titles: Any
+) -> None:
+    other = page.context.new_page()
+    other.goto(server.url)
+    other.locator('#server[data-state="ready"]').wait_for()
+    held: list[Any] = []
+    page.route("**/page/store.js", lambda route: held.append(route))
+    page.reload(wait_until="commit")
+    wait_for(page, lambda: bool(held))
+    page.wait_for_timeout(300)  # the entries have been read
+    other.evaluate(DELETE_OWLS)
+    for route in held:
+        route.continue_()
+    page.locator('#server[data-state="ready"]').wait_for()
+    assert titles() == ["Foxes", "Ships", "Tea", "Wine"]
 
 
 def test_the_list_is_one_tab_stop_with_arrows(page: Any, titles: Any) -> None:
@@ -219,7 +242,7 @@ def test_a_conversation_that_a_search_hides_is_renamed_all_the_same(page: Any, t
     assert page.get_by_role("searchbox").input_value() == ""
     name.fill("Boats")
     page.keyboard.press("Enter")
-    assert titles() == ["Foxes", "Owls", "Boats", "Tea", "Wine"]
+    wait_for(page, lambda: titles() == ["Foxes", "Owls", "Boats", "Tea", "Wine"])
     page.keyboard.press("Control+k")
     page.keyboard.type("Boats")
     page.keyboard.press("ArrowDown")
@@ -296,3 +319,15 @@ def test_rows_of_a_long_list_get_their_buttons_when_they_are_reached(browser: An
         "29", *(str(n) for n in range(290, 300)),
     ]  # fmt: skip
     page.context.close()
+
+
+@pytest.mark.parametrize("width", [1100, 1190, 1279, 1280])
+def test_the_panels_leave_room_for_the_text(page: Any, titles: Any, width: int) -> None:
+    page.set_viewport_size({"width": width, "height": 800})
+    wait_until(page, "document.querySelector('#sidebar').checkVisibility()")
+    open_live(page)
+    page.locator("#live").get_by_role("heading", name="The queue").wait_for()
+    assert page.evaluate("document.querySelector('main').getBoundingClientRect().width") >= 600
+    page.keyboard.press("Control+k")
+    assert page.evaluate(FOCUSED) == "search"
+    assert page.evaluate("document.querySelector('main').getBoundingClientRect().width") >= 600

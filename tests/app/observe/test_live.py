@@ -1,5 +1,6 @@
 import asyncio
 import itertools
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -7,7 +8,7 @@ import pytest
 from reprise.app.observe import live as live_module
 from reprise.app.observe.live import Live, Watcher, events
 from reprise.app.state_disk import StateDisk
-from tests.app.fakes import STATS, FakeEngine, session_info
+from tests.app.fakes import STATS, FakeEngine, Script, in_process, make_settings, session_info, until
 
 
 @pytest.mark.parametrize("steps", range(5))
@@ -56,3 +57,24 @@ async def test_where_nothing_happens_the_engine_is_not_asked_and_the_page_hardly
     engine.stats = msgspec.structs.replace(STATS, steps=STATS.steps + 1)  # the same once more
     await states(10)
     assert len(engine.questions) == 2
+
+
+async def test_a_session_is_shown_while_its_first_prompt_is_read(engine: FakeEngine, tmp_path: Path):
+    """The engine tells of a session when the first step is over, and nothing during a step."""
+    engine.script = Script(start_s=3600.0)
+    async with in_process(engine, make_settings(tmp_path)) as running:
+        live = running.app.state.live
+        watcher = live.watch("local", sees_all=True)
+        other = live.watch("another", sees_all=False)
+        asked = asyncio.create_task(running.chat(session_id="s"))
+        await until(lambda: bool(engine.submitted))
+        await until(lambda: bool(live._open))
+        (shown,) = (await live.state(watcher))["sessions"]
+        assert (shown["id"], shown["running"], shown["blocks"]) == ("s", True, {})
+        assert shown["tokens"] == len(engine.submitted[0].token_ids)
+        assert (await live.state(other))["sessions"] == []
+        engine.kept["local", "s"] = session_info("s")
+        (shown,) = (await live.state(running.app.state.live.watch("local", sees_all=True)))["sessions"]
+        assert shown["running"]
+        asked.cancel()
+        await until(lambda: not live._open)

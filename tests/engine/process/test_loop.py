@@ -362,6 +362,15 @@ def test_heartbeat_idle_or_busy(engine: ScriptedEngine, peer: Peer, start: Start
     assert 1.5 < time.monotonic() - start_s < 6
 
 
+def test_before_a_long_step_it_is_told_what_runs(peer: Peer, start: Start) -> None:
+    peer.post(submit("r", script="long prompt", max_tokens=1))
+    start()
+    told = peer.receive()
+    assert isinstance(told, Stats), "not only when the step is over"
+    assert told.running == 1
+    assert isinstance(peer.receive(), Outputs)
+
+
 def test_an_app_that_does_not_read_ends_the_loop(peer: Peer, start: Start) -> None:
     peer.post(submit("endless", max_tokens=10**6))
     assert isinstance(start().join(), zmq.Again)
