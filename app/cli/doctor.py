@@ -26,6 +26,7 @@ from reprise.app.cli.finding import Finding, Level
 from reprise.app.cli.model_findings import DescribedModel, look_at_described
 from reprise.app.cli.redis_findings import look_at_redis
 from reprise.app.cli.state_findings import look_at_state
+from reprise.app.http.bounded_server import own_host
 from reprise.app.settings.settings import GIB, MIB, Settings
 from reprise.app.text.tokenizer import ChatTokenizer, TokenizerError
 from reprise.engine.build.resources import Memory, memory
@@ -414,9 +415,8 @@ def _port(settings: Settings) -> Iterator[Finding]:
 
 def _is_reprise(host: str, port: int) -> bool:
     """Return whether a server or gateway of Reprise answers at an address."""
-    here = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
     try:
-        url = f"http://{f'[{here}]' if ':' in here else here}:{port}/health"
+        url = f"http://{own_host(host)}:{port}/health"
         answer = httpx.get(url, timeout=ADDRESS_TIMEOUT_S, trust_env=False)  # no proxy: it is this machine
         health = answer.json()
     except (httpx.HTTPError, httpx.InvalidURL, ValueError):

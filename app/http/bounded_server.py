@@ -91,6 +91,13 @@ class BoundedServer(uvicorn.Server):
 
     @property
     def url(self) -> str:
-        """The address on which the server listens, once `startup` has returned."""
+        """An address of the server that can be opened on this machine, once `startup` has returned."""
         host, port = self.servers[0].sockets[0].getsockname()[:2]
-        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        return f"http://{own_host(host)}:{port}"
+
+
+def own_host(host: str) -> str:
+    """Return a host as it stands in a URL. What means every address is none that can be opened everywhere; the loopback
+    is one of them."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
+    return f"[{host}]" if ":" in host else host

@@ -33,12 +33,12 @@ def nearest(name: str, known: Sequence[str]) -> list[str]:
 def describe(field: FieldInfo, kind: str, given: object) -> str:
     """Return what is allowed for a setting; empty where pydantic's own message says it. kind: pydantic's type of the
     error, such as "greater_than". given: the value that was refused."""
+    if given == "":
+        return f"is empty; leave it out for the default, {str(field.default).lower()}"
     if kind == "string_pattern_mismatch":
         return f"must be {field.description}"
     if not kind.startswith((*NUMBER_PROBLEMS, "bool")):
         return ""
-    if given == "":
-        return f"is empty; leave it out for the default, {str(field.default).lower()}"
     return f"must be {_allowed(field)}, not {str(given)[:40]}"
 
 

@@ -18,6 +18,14 @@ def _comma_separated(value: object) -> object:
     return value
 
 
+def _not_empty(value: object) -> object:
+    """Refuse an empty path, which would stand for the directory that the server is started in."""
+    if value == "":
+        raise ValueError("is empty")
+    return value
+
+
+NamedPath = Annotated[Path, BeforeValidator(_not_empty)]
 NameList = Annotated[tuple[str, ...], BeforeValidator(_comma_separated)]
 
 
@@ -107,7 +115,7 @@ class CacheSettings(Section):
     disk_gib: Annotated[float, Field(ge=0, le=1 << 20)] | Literal["auto"] = Field(
         "auto", description="KV on disk; auto: a share of free space; 0 turns the tier off"
     )
-    disk_dir: Path = Field(Path("~/.cache/reprise"), description="state files: KV, transcripts, the tenant secret")
+    disk_dir: NamedPath = Field(Path("~/.cache/reprise"), description="state files: KV, transcripts, the tenant secret")
     disk_min_free_gib: float = Field(
         2.0, ge=0, le=1 << 20, description="space of the file system that is left to others"
     )
@@ -209,7 +217,7 @@ class ServerSettings(Section):
         description="bearer keys that see all tenants' sessions, the queue and the cache; without any keys these are "
         "open",
     )
-    keys_file: Path | None = Field(
+    keys_file: NamedPath | None = Field(
         None,
         description="further keys, hashed, each with its own limits; `reprise keys` writes it; readable by its owner "
         "alone",
@@ -240,7 +248,7 @@ class ServerSettings(Section):
         description="where OpenTelemetry traces go, as http://127.0.0.1:4318/v1/traces; empty: nowhere",
     )
 
-    tenant_secret_file: Path | None = Field(
+    tenant_secret_file: NamedPath | None = Field(
         None,
         description="32 bytes or 64 hex digits that keep tenants' KV apart; the same file on every server of a "
         "fleet; empty: made once, in cache.disk_dir",

@@ -105,12 +105,12 @@ def test_what_was_saved_is_read(keys: Keyboard, server: Served) -> None:
     live.get_by_text("The hierarchy").wait_for()
     if not is_phone(page):
         keys.tab_to("Live view of the cache")
-    assert page.evaluate("document.activeElement.id") == "live"
+    wait_until(page, "document.activeElement.id === 'live'")
     keys.press("End")
     keys.finish()
     keys.press("Escape")
-    assert keys.focused == "Live view of the cache"
-    assert live.is_visible() is not is_phone(page)
+    keys.wait_focused("Live view of the cache")
+    wait_for(page, lambda: live.is_visible() is not is_phone(page))
 
 
 @everywhere
@@ -127,18 +127,18 @@ def test_conversations_of_the_server_are_opened_pinned_renamed_and_exported(keys
     page.keyboard.type("owls")
     wait_until(page, "document.querySelectorAll('#conversations .open').length === 1")
     keys.press("ArrowDown")
-    assert keys.focused == "About owls"
+    keys.wait_focused("About owls")
     keys.press("Enter")
     page.locator("article.mine").filter(has_text="About owls").wait_for()
     keys.wait_focused("Conversations" if is_phone(page) else "Message")
     keys.press("Control+k", "ArrowDown", "ArrowRight", "ArrowRight")
-    assert keys.focused == "Pin “About owls”"
+    keys.wait_focused("Pin “About owls”")
     keys.press("Enter")
     page.get_by_role("button", name="Unpin “About owls”").wait_for()
     keys.wait_focused("Unpin “About owls”")
-    assert server.engine.kept["local", "owls"].pinned
+    wait_for(page, lambda: server.engine.kept["local", "owls"].pinned)
     keys.press("ArrowLeft", "Enter")
-    assert keys.focused == "Name of the conversation"
+    keys.wait_focused("Name of the conversation")
     page.keyboard.type("My owls")
     keys.press("Enter")
     wait_for(page, lambda: listed(server)["owls"]["title"] == "My owls")
@@ -205,11 +205,11 @@ def test_messages_are_edited_chosen_and_forked(keys: Keyboard, server: Served) -
     page = keys.page
     keys.say("One")
     keys.press("ArrowUp")
-    assert keys.focused == "Edit the message"
+    keys.wait_focused("Edit the message")
     keys.tab_to("Cancel")
     keys.back_to("Edit the message")
     keys.press("Escape")
-    assert keys.focused == "Edit this message"
+    keys.wait_focused("Edit this message")
     keys.press("Enter")
     server.engine.script.answer = "Instead."
     keys.press("Control+a")
@@ -221,7 +221,7 @@ def test_messages_are_edited_chosen_and_forked(keys: Keyboard, server: Served) -
     keys.back_to("Version before")
     keys.press("Enter")
     keys.wait_focused("Next version")
-    assert page.locator("article.mine .text").inner_text() == "One"
+    page.locator("article.mine .text").filter(has_text="One").wait_for()
     keys.press("Enter")
     keys.wait_focused("Version before")
     keys.tab_to("Fork from here")
@@ -237,10 +237,11 @@ def test_the_server_hears_what_will_go_on(keys: Keyboard, server: Served) -> Non
     session = server.engine.submitted[-1].session_id
     server.engine.kept["local", session] = session_info(session)
     keys.press("Control+Shift+O")
-    assert page.locator("article").count() == 0
+    wait_until(page, "document.querySelectorAll('article').length === 0")
+    page.locator("#conversations .open").filter(has_text="Hello").wait_for(state="attached")
     later(page, 31)
     keys.press("Control+k", "ArrowDown")
-    assert keys.focused == "Hello"
+    keys.wait_focused("Hello")
     with page.expect_request("**/prefetch"):
         keys.press("Enter")
     keys.wait_focused("Conversations" if is_phone(page) else "Message")
@@ -305,7 +306,7 @@ def test_a_thought_is_unfolded_scrolled_and_left_out_of_a_copy(keys: Keyboard) -
     keys.back_to("Thought for 1 s")
     keys.finish()
     keys.press("Space")
-    assert page.locator("details.thought").get_attribute("open") is None
+    wait_until(page, "!document.querySelector('details.thought').open")
 
 
 @everywhere
@@ -332,11 +333,11 @@ def test_the_windows_beginning_is_found(keys: Keyboard, server: Served) -> None:
     assert is_inside_thread(page, rule)
     keys.back_to("Skip to the message field")
     keys.press("Enter")
-    assert keys.focused == "Message"
+    keys.wait_focused("Message")
     assert not is_inside_thread(page, page.locator("article").last), "what is passed by Tab would be scrolled to"
     keys.back_to("Newest")
     keys.press("Enter")
-    assert keys.focused == "Message"
+    keys.wait_focused("Message")
     assert is_inside_thread(page, page.locator("article").last.get_by_role("button", name="Answer again"))
     keys.finish()
 
@@ -383,7 +384,7 @@ def test_the_list_is_searched_opened_renamed_and_emptied(keys: Keyboard, server:
     keys.press("Enter")
     page.locator("#thread").get_by_text("about Owls").wait_for()
     keys.press("F2")
-    assert keys.focused == "Name of the conversation"
+    keys.wait_focused("Name of the conversation")
     page.keyboard.type("Tawny owls")
     keys.press("Enter")
     keys.wait_focused("Tawny owls")
@@ -392,6 +393,7 @@ def test_the_list_is_searched_opened_renamed_and_emptied(keys: Keyboard, server:
     keys.press("Escape")
     keys.wait_focused("Tawny owls")
     keys.press("Delete")
+    page.get_by_role("dialog", name="Delete this conversation?").wait_for()
     keys.tab_to("Delete")
     keys.press("Enter")
     page.get_by_text("“Tawny owls” is gone from this browser").wait_for()
@@ -400,7 +402,7 @@ def test_the_list_is_searched_opened_renamed_and_emptied(keys: Keyboard, server:
     keys.back_to("Conversations")
     shown = page.locator("#sidebar").is_visible()
     keys.press("Enter")
-    assert page.locator("#sidebar").is_visible() is not shown
+    wait_for(page, lambda: page.locator("#sidebar").is_visible() is not shown)
     keys.back_to("Conversations") if keys.focused != "Conversations" else None
     keys.press("Enter")
     keys.wait_focused("Conversations")
@@ -415,5 +417,5 @@ def test_the_list_is_searched_opened_renamed_and_emptied(keys: Keyboard, server:
     assert len(json.loads(asked.value.post_data)["messages"]) == 1
     page.keyboard.type("a draft")
     keys.press("Control+Shift+O")
-    assert composer(page).input_value() == ""
+    wait_for(page, lambda: composer(page).input_value() == "")
     keys.finish()

@@ -76,6 +76,15 @@ def test_flags_beat_the_environment_which_beats_the_file(tmp_path):
             {},
             ["selector.name pairs and model.exact on exclude each other", "weights.offload dram and model.exact on"],
         ),
+        (
+            {},
+            {"REPRISE_CACHE__DISK_DIR": ""},
+            ["cache.disk_dir (environment): is empty; leave it out for the default, ~"],
+        ),
+        ({"server.keys_file": ""}, {}, ["server.keys_file (flag): is empty; leave it out for the default, none"]),
+        ({}, {"REPRISE_SERVER__TENANT_SECRET_FILE": ""}, ["tenant_secret_file (environment): is empty; leave it out"]),
+        ({}, {"REPRISE_MODEL__WEIGHTS": ""}, ["model.weights (environment): is empty; leave it out for the default"]),
+        ({}, {"REPRISE_SERVER__HOST": ""}, ["server.host (environment): is empty; leave it out for the default, 127"]),
         ({}, {"REPRISE_CACHE__DISK_GIB": ""}, ["is empty; leave it out for the default, auto"]),
     ],
 )
