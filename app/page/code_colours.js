@@ -25,7 +25,7 @@ const COLOURS = {
 };
 const COLOUR_OF = new Map(Object.entries(COLOURS).flatMap(([colour, kinds]) => kinds.map((kind) => [kind, colour])));
 
-document.head.append(h("link", { rel: "stylesheet", href: "/page/code.css" }));
+document.head.append(h("link", { rel: "stylesheet", href: new URL("code.css", import.meta.url).href }));
 
 const loading = new Map(); // language -> promise
 let core = null;

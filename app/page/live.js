@@ -14,7 +14,7 @@ const MOVED_MS = 4000; // how long a move stays marked
 
 const panel = document.querySelector("#live");
 
-document.head.append(h("link", { rel: "stylesheet", href: "/page/live.css" }));
+document.head.append(h("link", { rel: "stylesheet", href: new URL("live.css", import.meta.url).href }));
 
 /** Draws what a Feed tells into the panel. Loaded when that is opened first. */
 export class Live {

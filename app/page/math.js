@@ -27,7 +27,7 @@ const STYLES = new Set([
 ]);
 const VALUE = /^[\w .%+-]{0,60}$/;
 
-document.head.append(h("link", { rel: "stylesheet", href: "/page/math.css" }));
+document.head.append(h("link", { rel: "stylesheet", href: new URL("math.css", import.meta.url).href }));
 
 /** Nodes of a formula, or null if it is none that can be read. */
 export function typeset(tex, isDisplay) {

@@ -26,7 +26,7 @@ from rich.console import Console
 
 from benchmarks.harness.experiment import Experiment, Run
 from benchmarks.harness.tables import show_rows
-from tests.page.browser import ANSWERS, answered, chromium, wait_until
+from tests.page.browser import ANSWERS, answered, chromium, of_the_page, wait_until
 from tests.page.served import served
 
 CONVERSATIONS, TURNS, LONG_TURNS, ANSWER_CHARS = 1000, 40, 200, 3000
@@ -36,7 +36,7 @@ MIB = 1 << 20
 LIMITS = {"list": 300.0, "open": 300.0, "key": 16.0, "send": 50.0}  # ms
 HEAP_LIMIT_MIB = 3.0
 
-FILL = """async ([conversations, turns, longTurns, chars]) => {
+FILL = of_the_page("""async ([conversations, turns, longTurns, chars]) => {
   const store = await import("/page/store.js");
   const fork = await import("/page/fork.js");
   const tokens = { hbm: 10, dram: 0, disk: 0, redis: 0, computed: 5, truncated: 0 };
@@ -56,7 +56,7 @@ FILL = """async ([conversations, turns, longTurns, chars]) => {
   const one = made("The long one", longTurns, long);
   await store.adopt([one]);
   return one.id;
-}"""
+}""")
 WATCH = """
 new PerformanceObserver((list) => {
   (window.tasks ??= []).push(...list.getEntries().map(({ duration }) => duration));

@@ -64,11 +64,12 @@ class Endpoints:
             ("GET", "/v1/fleet/targets"): self.targets,
             ("POST", "/v1/fleet/drain"): self.drain,
             ("POST", "/v1/fleet/move"): self.move,
-            **{(method, path): page.file for path in page.PATHS for method in _READING},
         }
 
     def find(self, method: str, path: str) -> Handler | None:
         """Return the handler of a request; None if a replica answers it."""
+        if method in _READING and page.find(path) is not None:
+            return page.file
         return self._handlers.get((method, path))
 
     @property

@@ -5,6 +5,8 @@ import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from reprise.app.api.reprise.page import CURRENT
+
 FLAGS = (
     "--no-sandbox",  # tests may run as root, where the sandbox refuses
     "--disable-gpu",
@@ -16,8 +18,14 @@ FLAGS = (
     "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
 )
 
+
+def of_the_page(script: str) -> str:
+    """Return a script whose imports of "/page/..." are the modules that the page itself has, with their state."""
+    return script.replace("/page/", CURRENT)
+
+
 # The database is written in turn: this writes nothing, as there is no such conversation, after what was there to write.
-WRITTEN = "import('/page/store.js').then((store) => store.saveProgress({ id: 'none' }))"
+WRITTEN = of_the_page("import('/page/store.js').then((store) => store.saveProgress({ id: 'none' }))")
 ANSWERS = 'article.theirs[data-streaming="false"]'  # the complete ones
 
 

@@ -171,15 +171,15 @@ def test_bars_are_seen_in_forced_colours(page: Any) -> None:
 
 
 def test_what_cannot_be_fetched_is_said_and_tried_again(page: Any) -> None:
-    page.route("**/page/settings.js*", lambda route: route.abort())
-    page.route("**/page/transfer_buttons.js*", lambda route: route.abort())
+    page.route("**/settings.js*", lambda route: route.abort())
+    page.route("**/transfer_buttons.js*", lambda route: route.abort())
     wanted = page.get_by_role("button", name="System prompt and sampling")
     wanted.click()
     page.get_by_role("alert").filter(has_text="there is no connection to the server. Try again").wait_for()
     page.get_by_role("button", name="As Markdown").click()
     page.get_by_role("alert").filter(has_text="This part of the page cannot be fetched").wait_for()
-    page.unroute("**/page/settings.js*")
-    page.unroute("**/page/transfer_buttons.js*")
+    page.unroute("**/settings.js*")
+    page.unroute("**/transfer_buttons.js*")
     wanted.click()
     page.get_by_label("System prompt", exact=True).wait_for()
     page.keyboard.press("Escape")

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from reprise.app.api.reprise.page import CURRENT
 from tests.app.fakes import Script
 from tests.page.browser import answered, composer, send, wait_for, wait_until
 from tests.page.served import Served
@@ -24,7 +25,7 @@ def script(server: Served) -> Script:
 def asked_for(page: Any) -> list[str]:
     """The files of the page that are loaded from now on."""
     names: list[str] = []
-    page.on("request", lambda request: names.append(request.url.split("/page/")[-1]))
+    page.on("request", lambda request: names.append(request.url.split(CURRENT)[-1]))
     return names
 
 
@@ -128,11 +129,11 @@ def test_axe_finds_nothing_in_them(page: Any, script: Script, axe: str) -> None:
 
 def test_what_cannot_be_fetched_is_said_and_comes_later(page: Any, script: Script) -> None:
     script.answer = f"So $x^2$ is.\n\n```py\n{CODE}```"
-    page.route("**/page/vendor/**", lambda route: route.abort())
+    page.route("**/vendor/**", lambda route: route.abort())
     answer = send(page, "Hello")
     answer.get_by_text("Formulas or the colours of code cannot be fetched now.").wait_for()
     assert "$x^2$" in answer.locator(".text").inner_text()
-    page.unroute("**/page/vendor/**")
+    page.unroute("**/vendor/**")
     answer.locator("math").wait_for()
     answer.locator(".code-keyword").first.wait_for()
     assert answer.get_by_text("cannot be fetched").count() == 0

@@ -7,12 +7,12 @@ import pytest
 
 from benchmarks.speed import page as speed
 from tests.app.fakes import Script
-from tests.page.browser import send, wait_until
+from tests.page.browser import of_the_page, send, wait_until
 from tests.page.served import Served
 
 pytestmark = pytest.mark.servers
 
-FILL = """async ([conversations, turns]) => {
+FILL = of_the_page("""async ([conversations, turns]) => {
   const store = await import("/page/store.js");
   const fork = await import("/page/fork.js");
   const answer = (content) => ({ role: "assistant", content, thought: "", report: null, end: "stop", limit: null });
@@ -26,7 +26,7 @@ FILL = """async ([conversations, turns]) => {
   const all = Array.from({ length: conversations }, (_, n) => made(`Conversation ${n}`, turns));
   await store.adopt(all);
   return all.map(({ id }) => id);
-}"""
+}""")
 BELOW = """(() => {
   const { scrollHeight, scrollTop, clientHeight } = document.querySelector("#thread");
   return scrollHeight - scrollTop - clientHeight;

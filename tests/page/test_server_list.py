@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from tests.app.fakes import Script, session_info
-from tests.page.browser import answered, composer, send, wait_until
+from tests.page.browser import answered, composer, of_the_page, send, wait_until
 from tests.page.conftest import FORGET
 from tests.page.served import Served
 from tests.page.test_sidebar import WRITE
@@ -17,7 +17,7 @@ from tests.page.test_sidebar import WRITE
 pytestmark = pytest.mark.servers
 
 ROWS = "#conversations .open"
-KEPT_HERE = 'import("/page/store.js").then((store) => store.list().length)'
+KEPT_HERE = of_the_page('import("/page/store.js").then((store) => store.list().length)')
 
 
 @pytest.fixture(autouse=True)

@@ -97,7 +97,7 @@ def test_a_conversation_gets_another_name(page: Any, titles: Any) -> None:
 
 def test_what_is_chosen_in_the_list_before_the_page_is_there_is_done(page: Any, titles: Any) -> None:
     held: list[Any] = []
-    page.route("**/page/app.js", lambda route: held.append(route))
+    page.route("**/app.js", lambda route: held.append(route))
     page.reload(wait_until="commit")
     row = page.locator("#conversations .open").nth(1)
     row.focus()
@@ -121,7 +121,7 @@ def test_what_another_tab_deletes_while_the_list_is_on_its_way_is_not_in_it(
     other.goto(server.url)
     other.locator('#server[data-state="ready"]').wait_for()
     held: list[Any] = []
-    page.route("**/page/store.js", lambda route: held.append(route))
+    page.route("**/store.js", lambda route: held.append(route))
     page.reload(wait_until="commit")
     wait_for(page, lambda: bool(held))
     page.wait_for_timeout(300)  # the entries have been read

@@ -1,13 +1,14 @@
 """Tests what leaves the browser's database and what comes into it: files of conversations, and what they may not do."""
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.app.fakes import Script
-from tests.page.browser import answered, send
+from tests.page.browser import answered, of_the_page, send
 from tests.page.conftest import FORGET, forget_in_server
 from tests.page.served import Served
 from tests.page.test_sidebar import WRITE
@@ -192,7 +193,8 @@ def test_figures_of_a_file_that_nothing_can_be_are_left_out(page: Any) -> None:
     body = json.loads(asked.value.post_data)
     assert body["top_p"] == 0.25
     assert {"temperature", "max_tokens", "top_k", "seed", "repetition_penalty"}.isdisjoint(body)
-    assert page.evaluate("import('/page/store.js').then((store) => store.list()[0].updated <= Date.now())")
+    newest = of_the_page("import('/page/store.js').then((store) => store.list()[0].updated)")
+    assert page.evaluate(newest) <= time.time() * 1e3
 
 
 def test_a_list_with_a_time_that_is_none_is_drawn(page: Any) -> None:
@@ -213,14 +215,14 @@ def test_a_database_that_was_closed_meanwhile_is_opened_again(page: Any) -> None
 def test_more_is_kept_than_local_storage_would_hold(page: Any) -> None:
     """12 Mi characters, where localStorage has 5."""
     page.evaluate(
-        """async () => {
+        of_the_page("""async () => {
           const store = await import("/page/store.js");
           const all = Array.from({ length: 200 }, (_, n) => ({
             ...store.create(), title: `Chat ${n}`, revision: 1, head: 1,
             messages: [{ id: 1, parent: null, role: "user", content: "x".repeat(60_000) }],
           }));
           await store.adopt(all);
-        }"""
+        }""")
     )
     send(page, "One more")
     reload(page)

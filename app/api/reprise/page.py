@@ -1,8 +1,12 @@
 """GET /, /docs and /page/...: the chat page and the API documentation for people. Files are read once, at start; those
 below `vendor` are other people's, see its manifest. The headers forbid the browser to load anything from another
-origin."""
+origin.
+
+The HTML names files by `/page/VERSION/name`, and they name each other by relative addresses. What lies there never
+changes, so a browser asks for it once; VERSION changes with any of them."""
 
 import hashlib
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +35,8 @@ HEADERS = {
     "permissions-policy": "camera=(), microphone=(), geolocation=()",
     "cache-control": "no-cache",  # the browser revalidates each time and gets 304 unless the file has changed
 }
+FOREVER = "public, max-age=31536000, immutable"
+ANY_VERSION = re.compile(r"^/page/[0-9a-f]{12}/")
 
 router = APIRouter()
 
@@ -47,16 +53,27 @@ class File:
         return f'"{self.digest}-gzip"' if is_small else f'"{self.digest}"'
 
 
-def _read(path: Path) -> File:
-    body = path.read_bytes()
-    return File(body, compressed(body), TYPES[path.suffix], hashlib.sha256(body).hexdigest()[:32])
+def _file(body: bytes, media_type: str) -> File:
+    return File(body, compressed(body), media_type, hashlib.sha256(body).hexdigest()[:32])
 
 
-FILES = {
-    path.relative_to(DIRECTORY).as_posix(): _read(path) for path in sorted(DIRECTORY.rglob("*")) if path.suffix in TYPES
-}
+def _read() -> tuple[str, dict[str, File]]:
+    """Return the version of the page and its files by their names; the HTML names those of this version."""
+    files = {
+        path.relative_to(DIRECTORY).as_posix(): _file(path.read_bytes(), TYPES[path.suffix])
+        for path in sorted(DIRECTORY.rglob("*"))
+        if path.suffix in TYPES
+    }
+    digests = "".join(f"{name} {file.digest}\n" for name, file in files.items())
+    version = hashlib.sha256(digests.encode()).hexdigest()[:12]
+    for name, file in files.items():
+        if name.endswith(".html"):
+            files[name] = _file(file.body.replace(b'"/page/', b'"/page/%s/' % version.encode()), file.media_type)
+    return version, files
 
 
+VERSION, FILES = _read()
+CURRENT = f"/page/{VERSION}/"
 # A path -> its file. No path from a request reaches the file system.
 PATHS = {
     "/": FILES["index.html"],
@@ -65,17 +82,25 @@ PATHS = {
 }
 
 
+def find(path: str) -> File | None:
+    """Return the file of a path. A page that was opened before the server was updated gets the files of now."""
+    return PATHS.get(ANY_VERSION.sub("/page/", path))
+
+
 @router.api_route("/", methods=["GET", "HEAD"])
 @router.api_route("/docs", methods=["GET", "HEAD"])
 @router.api_route("/page/{name:path}", methods=["GET", "HEAD"])
 async def file(request: Request) -> Response:
     """Answers with a file of the page. A gateway of a fleet serves these files too."""
-    found = PATHS.get(request.scope["path"])
+    path = request.scope["path"]
+    found = find(path)
     if found is None:
         raise HTTPException(404)
     is_small = accepts_gzip(request.headers.get("accept-encoding", "")) and len(found.small) < len(found.body)
     etag = found.etag(is_small=is_small)
     headers = {**HEADERS, "etag": etag, "vary": "accept-encoding"}
+    if path.startswith(CURRENT):
+        headers["cache-control"] = FOREVER
     if request.headers.get("if-none-match") == etag:
         return Response(status_code=304, headers=headers)
     if is_small:

@@ -5,10 +5,14 @@ import tomllib
 
 import pytest
 
-from reprise.app.api.reprise.page import DIRECTORY, FILES
+from reprise.app.api.reprise.page import CURRENT, DIRECTORY, FILES
 from tests.app.fakes import FakeEngine, Running, in_process, make_settings
 
 VENDOR = DIRECTORY / "vendor"
+# How our files name others.
+IMPORTED = r"(?:from |import |import\()\"\./([\w./-]+)\""
+ADDRESSED = r"(?:src|href)=\"/page/([\w./-]+)\""
+BESIDE = r"new URL\(\"([\w./-]+)\", import"
 
 
 async def test_the_page_is_served_with_a_policy_that_lets_nothing_in(running: Running):
@@ -28,6 +32,25 @@ async def test_a_file_that_did_not_change_is_not_sent_again(running: Running):
     assert first.headers["content-type"] == "text/javascript; charset=utf-8"
     again = await running.http.get("/page/app.js", headers={"if-none-match": first.headers["etag"]})
     assert (again.status_code, again.content) == (304, b"")
+
+
+async def test_the_html_names_files_that_a_browser_keeps(running: Running):
+    html = (await running.http.get("/")).text
+    named = re.findall(r'"(/page/[^"]*)"', html)
+    assert f"{CURRENT}app.js" in named
+    for path in named:
+        response = await running.http.get(path)
+        assert (response.status_code, path.startswith(CURRENT)) == (200, True), path
+        assert "immutable" in response.headers["cache-control"]
+    for path in ("/", "/docs", "/page/app.js"):
+        assert (await running.http.get(path)).headers["cache-control"] == "no-cache"
+
+
+async def test_a_page_from_before_an_update_gets_the_files_of_now_for_once(running: Running):
+    response = await running.http.get("/page/0123456789ab/bring.js")
+    assert response.content == FILES["bring.js"].body
+    assert response.headers["cache-control"] == "no-cache"
+    assert (await running.http.get("/page/0123456789ab/nothing.js")).status_code == 404
 
 
 @pytest.mark.parametrize("name", ["", "nothing.js", "..%2Fmain.py", "../main.py", "%2e%2e/main.py", "app.js/x", ".."])
@@ -63,11 +86,9 @@ def test_every_file_of_ours_loads_only_what_is_here():
         )
         for address in re.findall(r"https?://[^\s\"'`)<]+", text):
             assert address.startswith("http://www.w3.org/"), (path, address)  # names, not loads
-        names = re.findall(
-            r"(?:from |import |import\()\"\./([\w./-]+)\"|(?:src|href)(?:=|: )\"/page/([\w./-]+)\"", text
-        )
+        names = re.findall(IMPORTED, text) + re.findall(ADDRESSED, text) + re.findall(BESIDE, text)
         for name in names:
-            assert "".join(name) in FILES, (path, name)
+            assert name in FILES, (path, name)
 
 
 def test_other_peoples_files_are_those_of_the_manifest():
