@@ -104,7 +104,7 @@ class Engine:
 
     def step(self, now: float, before_long: Callable[[], None] = lambda: None) -> list[Output]:
         """Run one batch. If it raises, call `fail_all`. before_long: called when it is known what runs, before a step
-        of many tokens."""
+        with which a long prompt begins."""
         refused: list[Output] = []
         if self._requests.held or self._cache.parking.hopeless:
             refused = self._requests.before_step(now)

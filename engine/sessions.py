@@ -135,7 +135,12 @@ class SessionDirectory:
         )
 
     def _recent(self, request: SessionRequest) -> SessionReply:
-        found = heapq.nlargest(request.limit, self._of(request.tenant), key=lambda pair: pair[1].last_used_s)
+        """Return those used last. One whose turn goes on is in use, whenever its last turn ended."""
+        found = heapq.nlargest(
+            request.limit,
+            self._of(request.tenant),
+            key=lambda pair: (self._sessions.is_running(pair[0]), pair[1].last_used_s),
+        )
         return SessionReply(request_id=request.request_id, sessions=[self._info(name) for name, _ in found])
 
     def _patch(self, request: SessionRequest, found: list[SessionName]) -> SessionReply:

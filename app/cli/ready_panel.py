@@ -28,6 +28,8 @@ NAMES = {
     "coding": "KV being coded",
 }
 
+EVERY_ADDRESS = ("0.0.0.0", "::")
+
 
 def panel(
     settings: Settings,
@@ -42,7 +44,7 @@ def panel(
     the state directory is not used, for people."""
     kept = _duration(settings.cache.ttl_s)
     rows = {
-        "page": url,
+        "page": url + (", and every other address of this machine" if settings.server.host in EVERY_ADDRESS else ""),
         "API": f"{url}/v1",
         "model": f"{model.name} ({model.architecture}, {model.parameters / 1e6:,.1f} M parameters)",
         "runs on": f"{model.device}, {_numbers(model)}, attention {model.attention_backend}",

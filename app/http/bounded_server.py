@@ -99,5 +99,6 @@ class BoundedServer(uvicorn.Server):
 def own_host(host: str) -> str:
     """Return a host as it stands in a URL. What means every address is none that can be opened everywhere; the loopback
     is one of them."""
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
+    here = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "127.0.0.1" if socket.has_dualstack_ipv6() else "::1"}
+    host = here.get(host, host)
     return f"[{host}]" if ":" in host else host

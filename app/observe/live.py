@@ -32,6 +32,7 @@ LINGER_S = 5.0  # after a change: the page shows for some seconds what has moved
 GATHER_S = 0.1  # answers that begin within it are told together: a busy server has hundreds a second
 MAX_WATCHERS = 32  # pages that watch at once
 MAX_SESSIONS = 10  # the ones used last; the engine walks over all their blocks to say where they are
+MAX_BEGUN = 5  # sessions shown whose first turn goes on
 MAX_WAITING = 64  # most requests shown of the front of the queue
 MAX_TURNS = 240  # remembered for pages that are opened later, or read slowly
 TENANT_SHARE = 4  # a tenant may hold so much of the places: one fourth
@@ -48,7 +49,7 @@ class Live(TurnObserver):
         self._state_disk = state_disk
         self._watchers: set[Watcher] = set()
         self._turns: deque[tuple[str, dict[str, Any]]] = deque(maxlen=MAX_TURNS)
-        self._open: dict[str, ObservedTurn] = {}  # request id -> a turn that has not ended
+        self._turns_now: dict[ObservedTurn, _TurnNow] = {}  # the open ones, and those that have just ended
         self._latest_sessions: dict[str, _LatestSessions] = {}  # tenant -> its sessions
 
     def watch(self, tenant: str, *, sees_all: bool) -> "Watcher":
@@ -62,10 +63,11 @@ class Live(TurnObserver):
         return watcher
 
     def opened(self, turn: ObservedTurn) -> None:
-        self._open[turn.request_id] = turn
+        self._turns_now[turn] = _TurnNow(begun_s=time.time())
 
     def closed(self, turn: ObservedTurn) -> None:
-        self._open.pop(turn.request_id, None)
+        if (now := self._turns_now.get(turn)) is not None:
+            now.ended_s = time.monotonic()
 
     def first_token(self, turn: ObservedTurn, answer: Answer) -> None:
         if answer.report is None or answer.first_token_s is None:
@@ -100,19 +102,27 @@ class Live(TurnObserver):
         return shown | {
             "at": round(time.time(), 3),
             "replica": self.replica,
-            "sessions": self._with_open([_session(info) for info in sessions], watcher.tenant),
+            "sessions": self._with_begun([_session(info) for info in sessions], watcher.tenant),
             "disk_problem": self._state_disk.problem,  # why no new transcripts are kept
         }
 
-    def _with_open(self, sessions: list[dict[str, Any]], tenant: str) -> list[dict[str, Any]]:
-        """Add the sessions whose first prompt is being read or waits. The engine knows none before its first step is
-        over, and tells nothing during a step, which takes seconds if a prompt is long."""
-        running = {turn.session_id: len(turn.token_ids) for turn in self._open.values() if turn.tenant == tenant}
-        known = {session["id"] for session in sessions}
+    def _with_begun(self, sessions: list[dict[str, Any]], tenant: str) -> list[dict[str, Any]]:
+        """Add the sessions whose first turn goes on, which the engine knows when it has ended, and mark those that it
+        knows as running. What has just ended stays until the engine has been asked again."""
+        now = time.monotonic()
+        for turn in [turn for turn, known in self._turns_now.items() if now - known.ended_s > 2 * PERIOD_S]:
+            del self._turns_now[turn]
+        mine = {turn: known for turn, known in self._turns_now.items() if turn.tenant == tenant}
+        running = {turn.session_id for turn, known in mine.items() if known.ended_s == math.inf}
+        known_ids = {session["id"] for session in sessions}
         for session in sessions:
             session["running"] |= session["id"] in running
-        begun = [_begun(session, tokens) for session, tokens in running.items() if session not in known]
-        return [*reversed(begun), *sessions][:MAX_SESSIONS]
+        begun = {
+            turn.session_id: _begun(turn, known, is_running=turn.session_id in running)
+            for turn, known in mine.items()
+            if turn.session_id not in known_ids
+        }
+        return [*list(begun.values())[-MAX_BEGUN:][::-1], *sessions][:MAX_SESSIONS]
 
     async def _sessions(self, tenant: str) -> list[SessionInfo]:
         """Return the sessions that a tenant used last. Asks the engine at most once a period, however many pages of the
@@ -132,6 +142,12 @@ class Live(TurnObserver):
             for other in [name for name, old in self._latest_sessions.items() if now - old.asked_s > 4 * IDLE_S]:
                 del self._latest_sessions[other]
         return latest.sessions
+
+
+@dataclass(slots=True)
+class _TurnNow:
+    begun_s: float  # wall clock
+    ended_s: float = math.inf  # monotonic
 
 
 @dataclass(slots=True)
@@ -289,15 +305,16 @@ def _session(info: SessionInfo) -> dict[str, Any]:
     }
 
 
-def _begun(session_id: str, tokens: int) -> dict[str, Any]:
-    """Return what is shown of a session of which nothing is stored yet."""
+def _begun(turn: ObservedTurn, known: _TurnNow, *, is_running: bool) -> dict[str, Any]:
+    """Return what is shown of a session that the engine does not list. Its tokens are the prompt's, before anything is
+    truncated; that it has no tier tells the page that no more is known."""
     return {
-        "id": session_id,
-        "tokens": tokens,
+        "id": turn.session_id,
+        "tokens": len(turn.token_ids),
         "truncated_tokens": 0,
         "blocks": {},
         "bytes": {},
-        "last_used_at": round(time.time(), 3),
+        "last_used_at": round(known.begun_s, 3),
         "pinned": False,
-        "running": True,
+        "running": is_running,
     }

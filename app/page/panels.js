@@ -19,7 +19,9 @@ export class Panels {
     for (const [name, toggle] of Object.entries(TOGGLES)) {
       toggle.addEventListener("click", () => {
         this.open(name, !isOpen(name));
-        if (!NARROW.matches) localStorage.setItem(KEPT, JSON.stringify({ sidebar: isOpen("sidebar"), live: isOpen("live") }));
+        if (NARROW.matches) return;
+        localStorage.setItem(KEPT, JSON.stringify({ ...wanted(), [name]: isOpen(name) }));
+        if (NOT_WIDE.matches && !isOpen(name)) this.#layOut(); // what was closed for want of room comes back
       });
     }
     for (const width of [NARROW, NOT_WIDE]) width.addEventListener("change", () => this.#layOut());
@@ -48,15 +50,17 @@ export class Panels {
   }
 
   #layOut() {
-    const wanted = NARROW.matches ? { sidebar: false, live: false } : { ...AT_FIRST, ...kept() };
-    for (const [name, open] of Object.entries(wanted)) this.open(name, open);
+    const { sidebar, live } = NARROW.matches ? { sidebar: false, live: false } : wanted();
+    this.open("sidebar", sidebar);
+    this.open("live", live && !(sidebar && NOT_WIDE.matches)); // the list may hold what is typed
   }
 }
 
-function kept() {
+/** What is to be open where there is room. */
+function wanted() {
   try {
-    return JSON.parse(localStorage.getItem(KEPT));
+    return { ...AT_FIRST, ...JSON.parse(localStorage.getItem(KEPT)) };
   } catch {
-    return null;
+    return AT_FIRST;
   }
 }

@@ -84,6 +84,10 @@ export class ServerList extends EventTarget {
     let changed = false;
     for (const session of sessions) {
       const row = this.#rows.get(session.id);
+      if (!Object.keys(session.blocks).length) { // its turn has begun, and no more is known of it
+        if (row) row.running = session.running;
+        continue;
+      }
       if (!row) {
         if (!this.#strangers.has(session.id)) this.refreshSoon();
         if (this.#strangers.size >= MAX_STRANGERS) this.#strangers.clear();

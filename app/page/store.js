@@ -36,11 +36,13 @@ export function start() {
 async function begin() {
   try {
     database = await inTime(early.database);
-    for (const entry of await inTime(early.entries)) entries.set(entry.id, entry);
+    const readAgain = () => inDatabase("readonly", (stores) => result(stores.entries.getAll()));
+    for (const entry of await inTime(early.entries.catch(readAgain))) entries.set(entry.id, entry);
     await bringOld().catch((error) => console.info("Older conversations stay where they are:", error));
     channel.onmessage = ({ data: { id } }) => hear(id);
-    early.changed.splice(0).forEach(hear);
+    await Promise.all(early.changed.splice(0).map(hear));
   } catch (error) {
+    channel.onmessage = null;
     database = null;
     silent = error.name === "TimeoutError";
     console.info("Conversations are not kept:", error);
@@ -77,14 +79,18 @@ async function bringOld() {
   if (!keys.length) return localStorage.removeItem(OLD_INDEX);
   const { readOld } = await onDemand("old_format");
   const read = new Map(keys.map((key) => [key, readOld(localStorage.getItem(key))]).filter(([, conversation]) => conversation));
-  await inDatabase("readwrite", async (stores) => {
+  const brought = await inDatabase("readwrite", async (stores) => {
+    const all = [];
     for (const conversation of read.values()) {
-      if (await result(stores.entries.getKey(conversation.id))) continue;
+      const there = await result(stores.entries.get(conversation.id)); // brought by another tab
+      all.push(there ?? entryOf(conversation));
+      if (there) continue;
       stores.conversations.put(conversation);
       stores.entries.put(entryOf(conversation));
-      entries.set(conversation.id, entryOf(conversation));
     }
+    return all;
   });
+  for (const entry of brought) entries.set(entry.id, entry);
   for (const key of [...read.keys(), OLD_INDEX]) localStorage.removeItem(key);
 }
 

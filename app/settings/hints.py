@@ -34,7 +34,8 @@ def describe(field: FieldInfo, kind: str, given: object) -> str:
     """Return what is allowed for a setting; empty where pydantic's own message says it. kind: pydantic's type of the
     error, such as "greater_than". given: the value that was refused."""
     if given == "":
-        return f"is empty; leave it out for the default, {str(field.default).lower()}"
+        default = "" if field.default is None else f" for the default, {str(field.default).lower()}"
+        return f"is empty; leave it out{default}"
     if kind == "string_pattern_mismatch":
         return f"must be {field.description}"
     if not kind.startswith((*NUMBER_PROBLEMS, "bool")):

@@ -251,7 +251,7 @@ class ServerSettings(Section):
     tenant_secret_file: NamedPath | None = Field(
         None,
         description="32 bytes or 64 hex digits that keep tenants' KV apart; the same file on every server of a "
-        "fleet; empty: made once, in cache.disk_dir",
+        "fleet; without one: made once, in cache.disk_dir",
     )
 
     @model_validator(mode="after")

@@ -114,7 +114,7 @@ class StepEngine(Protocol):
 
     def step(self, now: float, before_long: Callable[[], None]) -> list[Output]:
         """Run one batch, or wait a moment for the transfers when there is none. If it raises, `fail_all` follows.
-        before_long: called when it is known what runs, before a step that may take seconds."""
+        before_long: called when it is known what runs, before a step with which a long prompt begins."""
         ...
 
     def progress(self, now: float) -> list[Output]:
@@ -276,6 +276,8 @@ class EngineLoop:
     def _step(self) -> list[Output]:
         try:
             outputs = self._engine.step(time.monotonic(), self._beat_before_long)
+        except zmq.Again:  # the app does not read the heartbeat before it
+            raise
         except Exception as error:  # MemoryError and torch's out-of-memory errors among them
             return self._fail(error)
         self._failures = 0

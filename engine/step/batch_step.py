@@ -81,14 +81,15 @@ class BatchStep:
 
     def run(self, now: float, before_long: Callable[[], None]) -> list[Output]:
         """Run one batch, or wait a moment if everything that could run waits for its KV. If it raises, end every
-        request, then call `fail`. before_long: called before _LONG or more tokens are computed."""
+        request, then call `fail`. before_long: called before _LONG or more tokens are computed, if a request has its
+        first step: it is not for every step."""
         clock = StepClock(now)
-        schedule = self._schedule(now)
+        schedule, begins = self._schedule(now)
         self._moves.begin_step(schedule)
         if not schedule.chunks:
             self._moves.wait()
             return []
-        if sum(chunk.num_tokens for chunk in schedule.chunks) >= _LONG:
+        if begins and sum(chunk.num_tokens for chunk in schedule.chunks) >= _LONG:
             before_long()
         clock.begin_computing()
         computed = self._launch(schedule)
@@ -113,20 +114,21 @@ class BatchStep:
         """End the thread that copies layers' weights to HBM, if there is one. No other call follows."""
         self._compute.close()
 
-    def _schedule(self, now: float) -> Schedule:
+    def _schedule(self, now: float) -> tuple[Schedule, bool]:
         """Decide which sequences run, with how many tokens each. For those that run for the first time, note in which
-        tier their KV was found."""
-        schedule = self._scheduler.schedule(now)
+        tier their KV was found. Returns also whether there are such."""
+        schedule, begins = self._scheduler.schedule(now), False
         for sequence in schedule.preempted:
             self._compute.tables.drop(sequence.request_id)
         for chunk in schedule.chunks:
             choice = self._choices[chunk.sequence.request_id]
             choice.begin_step(now)
             if choice.report is None:
+                begins = True
                 choice.report = self._cache.requests.report(chunk.sequence.request_id)
                 chunk.sequence.cached_tokens = choice.report.cached_tokens
                 choice.reuse_s = self._scheduler.reuse_s(chunk.sequence)
-        return schedule
+        return schedule, begins
 
     def _launch(self, schedule: Schedule) -> Computed | None:
         """Compute the scheduled tokens. Returns None if the device lacked memory for it; later steps are then smaller.

@@ -228,3 +228,6 @@ def test_the_sessions_used_last_come_first_and_only_the_tenants_own(driver: Driv
         driver.ask(f"r{n}", random_ids(40, n), session=session, tenant=tenant, max_tokens=1)
     assert [info.session_id for info in now(driver, "recent", limit=5).sessions] == ["a", "b"]
     assert [info.session_id for info in now(driver, "recent", limit=1).sessions] == ["a"]
+    driver.submit("again", random_ids(40, 1), session="b", tenant="t", max_tokens=1)
+    (info,) = now(driver, "recent", limit=1).sessions
+    assert (info.session_id, info.running) == ("b", True), "it is in use now"

@@ -1,11 +1,13 @@
 """Tests conversations that belong to the server: listed, opened, named, pinned and deleted from any browser."""
 
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from tests.app.fakes import Script, session_info
@@ -384,3 +386,45 @@ def test_the_list_says_how_many_it_leaves_out_and_that_they_are_not_searched(pag
     page.get_by_label("Search conversations").fill("Chat 1")
     page.get_by_text("Only the newest 500 of the server were searched, not 3 older ones.").wait_for()
     page.unroute("**/v1/sessions?*")
+
+
+def other_client(server: Served, session: str) -> threading.Thread:
+    """Another client's turn, which goes on for some seconds."""
+    server.engine.script = Script(start_s=3.0)
+    turn = threading.Thread(target=say, args=(server, f"About {session}"), kwargs={"session": session})
+    turn.start()
+    return turn
+
+
+def make_a_step(server: Served) -> None:
+    """The server asks the engine about its sessions when its heartbeat says something new."""
+    stats = server.engine.stats
+    server.engine.stats = msgspec.structs.replace(stats, steps=stats.steps + 1)
+
+
+def test_another_clients_conversation_is_listed_soon_after_its_first_turn(page: Any, server: Served) -> None:
+    reload(page)
+    turn = other_client(server, "owls")
+    turn.join()
+    server.engine.kept["local", "owls"] = session_info("owls", last_used_s=time.time())
+    make_a_step(server)
+    page.locator(ROWS).filter(has_text="About owls").wait_for(timeout=10_000)
+
+
+def test_what_is_known_of_a_row_stays_while_its_turn_goes_on(page: Any, server: Served) -> None:
+    """Go on with one that is none of those used last: the live view hears that it runs, and no more."""
+    say(server, "About owls", session="owls")
+    server.engine.kept["local", "owls"] = session_info("owls", pinned=True, last_used_s=1.0, expires_s=None)
+    for n in range(12):
+        server.engine.kept["local", f"other-{n}"] = session_info(f"other-{n}", last_used_s=2.0 + n)
+    make_a_step(server)
+    page.wait_for_timeout(1500)  # the live view tells what the engine said a second ago
+    reload(page)
+    item = page.locator("#conversations li").filter(has_text="About owls")
+    item.locator('.dot[data-place="ready"]').wait_for()
+    item.locator(".pinned").wait_for()
+    turn = other_client(server, "owls")
+    for _ in range(25):
+        assert item.locator('.dot[data-place="ready"]').count() == item.locator(".pinned").count() == 1
+        page.wait_for_timeout(100)
+    turn.join()

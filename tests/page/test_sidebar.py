@@ -1,11 +1,12 @@
 """Tests the list of conversations, their addresses and the panels: search, names, keys, Back."""
 
+import time
 from typing import Any
 
 import pytest
 
-from tests.app.fakes import Script
-from tests.page.browser import composer, open_live, send, wait_for, wait_until
+from tests.app.fakes import Script, session_info
+from tests.page.browser import composer, of_the_page, open_live, send, wait_for, wait_until
 from tests.page.served import Served
 
 pytestmark = pytest.mark.servers
@@ -124,7 +125,7 @@ def test_what_another_tab_deletes_while_the_list_is_on_its_way_is_not_in_it(
     page.route("**/store.js", lambda route: held.append(route))
     page.reload(wait_until="commit")
     wait_for(page, lambda: bool(held))
-    page.wait_for_timeout(300)  # the entries have been read
+    page.evaluate(of_the_page("import('/page/early_entries.js').then(async ({ entries }) => { await entries; })"))
     other.evaluate(DELETE_OWLS)
     for route in held:
         route.continue_()
@@ -331,3 +332,35 @@ def test_the_panels_leave_room_for_the_text(page: Any, titles: Any, width: int) 
     page.keyboard.press("Control+k")
     assert page.evaluate(FOCUSED) == "search"
     assert page.evaluate("document.querySelector('main').getBoundingClientRect().width") >= 600
+
+
+def test_what_was_closed_for_want_of_room_comes_back(page: Any, titles: Any) -> None:
+    page.set_viewport_size({"width": 1200, "height": 800})
+    page.locator("#sidebar").wait_for()
+    live = page.get_by_role("button", name="Live view of the cache")
+    live.click()
+    page.locator("#sidebar").wait_for(state="hidden")
+    live.click()
+    page.locator("#sidebar").wait_for()
+    live.click()
+    page.set_viewport_size({"width": 1440, "height": 800})
+    page.locator("#sidebar").wait_for()
+    assert page.locator("#live").is_visible()
+    page.set_viewport_size({"width": 1200, "height": 800})
+    page.locator("#live").wait_for(state="hidden")
+    assert page.locator("#sidebar").is_visible()
+
+
+def test_a_click_beside_a_row_that_says_more_reaches_the_row_below(page: Any, server: Served, titles: Any) -> None:
+    for name in ("Foxes", "Owls", "Ships"):
+        info = session_info(f"page-{name}", blocks={"hbm": 2}, last_used_s=time.time(), expires_s=time.time() + 3600)
+        server.engine.kept["local", f"page-{name}"] = info
+    reload(page)
+    page.locator('#conversations .dot[data-place="ready"]').nth(2).wait_for()
+    page.keyboard.press("Control+k")
+    page.keyboard.press("ArrowDown")
+    wait_until(page, "getComputedStyle(document.activeElement, '::after').content.includes('Kept until')")
+    below = page.locator("#conversations .open").nth(1).bounding_box()
+    page.mouse.click(below["x"] + 40, below["y"] + 10)
+    page.locator("#thread").get_by_text("about the night").wait_for()
+    server.engine.kept.clear()

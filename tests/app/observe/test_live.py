@@ -1,5 +1,6 @@
 import asyncio
 import itertools
+import math
 from pathlib import Path
 
 import msgspec
@@ -68,7 +69,7 @@ async def test_a_session_is_shown_while_its_first_prompt_is_read(engine: FakeEng
         other = live.watch("another", sees_all=False)
         asked = asyncio.create_task(running.chat(session_id="s"))
         await until(lambda: bool(engine.submitted))
-        await until(lambda: bool(live._open))
+        await until(lambda: bool(live._turns_now))
         (shown,) = (await live.state(watcher))["sessions"]
         assert (shown["id"], shown["running"], shown["blocks"]) == ("s", True, {})
         assert shown["tokens"] == len(engine.submitted[0].token_ids)
@@ -77,4 +78,23 @@ async def test_a_session_is_shown_while_its_first_prompt_is_read(engine: FakeEng
         (shown,) = (await live.state(running.app.state.live.watch("local", sees_all=True)))["sessions"]
         assert shown["running"]
         asked.cancel()
-        await until(lambda: not live._open)
+        await until(lambda: all(now.ended_s < math.inf for now in live._turns_now.values()))
+        (shown,) = (await live.state(watcher))["sessions"]
+        assert not shown["running"]
+
+
+async def test_a_session_that_has_just_ended_stays_until_the_engine_is_asked_again(engine: FakeEngine, tmp_path: Path):
+    async with in_process(engine, make_settings(tmp_path)) as running:
+        live = running.app.state.live
+        watcher = live.watch("local", sees_all=True)
+        await live.state(watcher)  # the engine is asked, and not again for a second
+        await running.chat(session_id="s")
+        for now in live._turns_now.values():
+            assert now.ended_s < math.inf
+        assert [session["id"] for session in (await live.state(watcher))["sessions"]] == ["s"]
+        for now in live._turns_now.values():
+            now.ended_s -= 3.0
+        live._latest_sessions.clear()
+        engine.kept.clear()
+        assert (await live.state(watcher))["sessions"] == []
+        assert not live._turns_now

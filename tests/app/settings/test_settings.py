@@ -81,7 +81,7 @@ def test_flags_beat_the_environment_which_beats_the_file(tmp_path):
             {"REPRISE_CACHE__DISK_DIR": ""},
             ["cache.disk_dir (environment): is empty; leave it out for the default, ~"],
         ),
-        ({"server.keys_file": ""}, {}, ["server.keys_file (flag): is empty; leave it out for the default, none"]),
+        ({"server.keys_file": ""}, {}, ["server.keys_file (flag): is empty; leave it out"]),
         ({}, {"REPRISE_SERVER__TENANT_SECRET_FILE": ""}, ["tenant_secret_file (environment): is empty; leave it out"]),
         ({}, {"REPRISE_MODEL__WEIGHTS": ""}, ["model.weights (environment): is empty; leave it out for the default"]),
         ({}, {"REPRISE_SERVER__HOST": ""}, ["server.host (environment): is empty; leave it out for the default, 127"]),

@@ -376,6 +376,17 @@ def test_an_app_that_does_not_read_ends_the_loop(peer: Peer, start: Start) -> No
     assert isinstance(start().join(), zmq.Again)
 
 
+def test_an_app_that_does_not_read_before_a_long_step_is_no_failure_of_the_engine(
+    engine: ScriptedEngine, start: Start, peer: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: EngineLoop) -> None:
+        raise zmq.Again
+
+    monkeypatch.setattr(EngineLoop, "_beat_before_long", refuse)
+    peer.post(submit("r", script="long prompt"))
+    assert isinstance(start().join(), zmq.Again)
+
+
 class Spawned:
     """The real process with the app's ends of its pipe and its socket."""
 
