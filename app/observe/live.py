@@ -32,6 +32,7 @@ LINGER_S = 5.0  # after a change: the page shows for some seconds what has moved
 GATHER_S = 0.1  # answers that begin within it are told together: a busy server has hundreds a second
 MAX_WATCHERS = 32  # pages that watch at once
 MAX_SESSIONS = 10  # the ones used last; the engine walks over all their blocks to say where they are
+KEPT_S = 2 * PERIOD_S  # for which a session whose first turn has ended is known here: the engine is asked meanwhile
 MAX_BEGUN = 5  # sessions shown whose first turn goes on
 MAX_WAITING = 64  # most requests shown of the front of the queue
 MAX_TURNS = 240  # remembered for pages that are opened later, or read slowly
@@ -66,8 +67,15 @@ class Live(TurnObserver):
         self._turns_now[turn] = _TurnNow(begun_s=time.time())
 
     def closed(self, turn: ObservedTurn) -> None:
+        self._forget_ended()
         if (now := self._turns_now.get(turn)) is not None:
             now.ended_s = time.monotonic()
+
+    def _forget_ended(self) -> None:
+        """Forget the turns after whose end the engine has been asked again, if anybody watches."""
+        now = time.monotonic()
+        for turn in [turn for turn, known in self._turns_now.items() if now - known.ended_s > KEPT_S]:
+            del self._turns_now[turn]
 
     def first_token(self, turn: ObservedTurn, answer: Answer) -> None:
         if answer.report is None or answer.first_token_s is None:
@@ -109,10 +117,11 @@ class Live(TurnObserver):
     def _with_begun(self, sessions: list[dict[str, Any]], tenant: str) -> list[dict[str, Any]]:
         """Add the sessions whose first turn goes on, which the engine knows when it has ended, and mark those that it
         knows as running. What has just ended stays until the engine has been asked again."""
-        now = time.monotonic()
-        for turn in [turn for turn, known in self._turns_now.items() if now - known.ended_s > 2 * PERIOD_S]:
-            del self._turns_now[turn]
-        mine = {turn: known for turn, known in self._turns_now.items() if turn.tenant == tenant}
+        self._forget_ended()
+        as_of_s = self._latest_sessions[tenant].as_of_s
+        mine = {
+            turn: known for turn, known in self._turns_now.items() if turn.tenant == tenant and known.ended_s >= as_of_s
+        }
         running = {turn.session_id for turn, known in mine.items() if known.ended_s == math.inf}
         known_ids = {session["id"] for session in sessions}
         for session in sessions:
@@ -138,6 +147,7 @@ class Live(TurnObserver):
             )
             with contextlib.suppress(EngineUnavailable, EngineLost, EngineTimeout):
                 latest.sessions = (await self._engine.sessions(question, timeout_s=PERIOD_S)).sessions
+                latest.as_of_s = now
                 latest.activity = activity
             for other in [name for name, old in self._latest_sessions.items() if now - old.asked_s > 4 * IDLE_S]:
                 del self._latest_sessions[other]
@@ -157,6 +167,7 @@ class _LatestSessions:
 
     sessions: list[SessionInfo] = field(default_factory=list)
     asked_s: float = -math.inf  # monotonic
+    as_of_s: float = -math.inf  # when the question was asked whose answer `sessions` is
     activity: tuple[object, ...] | None = None
 
 

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from tests.app.fakes import Script, session_info
-from tests.page.browser import answered, composer, of_the_page, send, wait_until
+from tests.page.browser import answered, composer, of_the_page, open_live, send, wait_until
 from tests.page.conftest import FORGET
 from tests.page.served import Served
 from tests.page.test_sidebar import WRITE
@@ -427,4 +427,16 @@ def test_what_is_known_of_a_row_stays_while_its_turn_goes_on(page: Any, server: 
     for _ in range(25):
         assert item.locator('.dot[data-place="ready"]').count() == item.locator(".pinned").count() == 1
         page.wait_for_timeout(100)
+    turn.join()
+
+
+def test_the_live_view_shows_a_conversation_while_its_first_prompt_is_read(page: Any, server: Served) -> None:
+    make_a_step(server)
+    reload(page)
+    open_live(page)
+    live = page.get_by_role("complementary", name="Live view of the cache")
+    live.get_by_text("None yet. Send a message.").wait_for()
+    turn = other_client(server, "owls")
+    live.get_by_role("row").filter(has_text="owls").filter(has_text="running").wait_for()
+    assert turn.is_alive()
     turn.join()

@@ -92,9 +92,15 @@ async def test_a_session_that_has_just_ended_stays_until_the_engine_is_asked_aga
         for now in live._turns_now.values():
             assert now.ended_s < math.inf
         assert [session["id"] for session in (await live.state(watcher))["sessions"]] == ["s"]
-        for now in live._turns_now.values():
-            now.ended_s -= 3.0
         live._latest_sessions.clear()
-        engine.kept.clear()
-        assert (await live.state(watcher))["sessions"] == []
-        assert not live._turns_now
+        assert (await live.state(watcher))["sessions"] == [], "the engine does not know it"
+
+
+async def test_turns_that_nobody_watches_are_not_kept(
+    engine: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(live_module, "KEPT_S", 0.0)
+    async with in_process(engine, make_settings(tmp_path)) as running:
+        for number in range(4):
+            await running.chat(session_id=f"s{number}")
+        assert len(running.app.state.live._turns_now) == 1, "the last one, until another ends"
