@@ -5,9 +5,6 @@ const KEY = "reprise.key";
 // Codes of errors after which the same request will be answered, once the server is there again.
 const AWAY = new Set(["connection", "loading", "restarting", "engine_lost", "draining", "no_replica"]);
 
-// Codes of a 404 that comes from the endpoint of a session, which is not known there.
-const UNKNOWN_SESSION = new Set(["session_not_found", "no_transcript"]);
-
 // Of errors that come in a stream, which has a status of its own.
 const STATUS = { invalid_request_error: 400, authentication_error: 401, rate_limit_error: 429 };
 
@@ -43,7 +40,8 @@ export const apiKey = {
   remembered: () => localStorage.getItem(KEY) !== null,
 };
 
-async function request(path, { method = "GET", body, signal } = {}) {
+/** The response to a request, with the key. Throws ApiError if it is no success. */
+export async function request(path, { method = "GET", body, signal } = {}) {
   const headers = {};
   if (apiKey.get()) headers.authorization = `Bearer ${apiKey.get()}`;
   if (body !== undefined) headers["content-type"] = "application/json";
@@ -114,11 +112,6 @@ export async function* chat(body, signal) {
   if (!ended) throw lost();
 }
 
-/** What a gateway or a replica knows of its fleet. An error 404: this server is in none. */
-export async function fleet() {
-  return (await request("/v1/fleet?limit=48")).json();
-}
-
 export async function* liveEvents(signal) {
   yield* serverSentEvents(await request("/v1/events", { signal }));
 }
@@ -126,11 +119,6 @@ export async function* liveEvents(signal) {
 /** A page of this key's conversations, with titles where the server keeps them. */
 export function listSessions(after) {
   return askFor(`/v1/sessions?titles=true&limit=500&after=${encodeURIComponent(after)}`);
-}
-
-/** A page of a conversation's messages. `after`: the place of the last message before it, or null. */
-export function listMessages(id, after, signal) {
-  return askFor(`/v1/sessions/${encodeURIComponent(id)}/messages?limit=1000${after === null ? "" : `&after=${after}`}`, signal);
 }
 
 /** Change a conversation's `title` or `pinned` in the server. */
@@ -143,16 +131,4 @@ export async function changeSession(id, change) {
 export function expectTurn(id) {
   const told = request(`/v1/sessions/${encodeURIComponent(id)}/prefetch`, { method: "POST", body: {} });
   return told.then(() => true, (error) => error.status !== 404);
-}
-
-/** The KV and the transcript leave every tier of the server. A session it never heard of is as good as deleted. Returns
- * whether the server can delete: false if it has no such endpoint. */
-export async function deleteSession(id) {
-  try {
-    await request(`/v1/sessions/${encodeURIComponent(id)}`, { method: "DELETE" });
-  } catch (error) {
-    if (error.status !== 404 && error.status !== 405) throw error;
-    return UNKNOWN_SESSION.has(error.code);
-  }
-  return true;
 }

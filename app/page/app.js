@@ -1,7 +1,7 @@
 // The page: puts its parts together and listens to the keyboard.
 
 import * as address from "./address.js";
-import { apiKey, deleteSession, expectTurn, models } from "./api.js";
+import { apiKey, expectTurn, models } from "./api.js";
 import { Chat } from "./chat.js";
 import { Composer, forget as forgetDraft } from "./composer.js";
 import { icon, isolated } from "./dom.js";
@@ -35,8 +35,6 @@ const UNBEGUN = "reprise.options"; // of a new conversation of this tab, for a r
 let unbegun = null; // the id of the conversation whose they are
 
 let openings = 0; // of conversations, so that one that is fetched does not come over another
-
-const DELETE_PATIENCE_MS = 10_000; // for which a request that was stopped may go on in the server
 
 const chat = new Chat();
 const composer = new Composer();
@@ -233,12 +231,12 @@ function notice(text) {
 }
 
 async function forget(id, title) {
-  const found = await dialogs();
-  if (!(await found?.confirmDelete(title))) return;
+  const [found, deletion] = await Promise.all([dialogs(), wanted("deletion")]);
+  if (!deletion || !(await found?.confirmDelete(title))) return;
   await chat.stop(id);
   let isGone;
   try {
-    isGone = await deleteInServer(id);
+    isGone = await deletion.deleteSession(id);
   } catch (error) {
     notice(`Not deleted: ${error.message}`);
     return;
@@ -251,18 +249,6 @@ async function forget(id, title) {
     : `“${isolated(title)}” is gone from this browser. The server was not told: it has no way to delete a conversation.`;
   if (id === chat.conversation.id) show(fresh(), false, false); // that it is gone is said in the list
   else drawList();
-}
-
-/** As `deleteSession`. The server takes a moment to end a request that was stopped, and until then deletes nothing. */
-async function deleteInServer(id) {
-  for (const until = Date.now() + DELETE_PATIENCE_MS; ; ) {
-    try {
-      return await deleteSession(id);
-    } catch (error) {
-      if (error.code !== "session_busy" || Date.now() > until) throw error;
-      await new Promise((resolve) => setTimeout(resolve, 200));
-    }
-  }
 }
 
 const NOTICES = {

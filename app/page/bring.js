@@ -1,6 +1,6 @@
 // Brings a conversation that the server keeps into this browser, or what was said in it elsewhere.
 
-import { ApiError, askFor, listMessages } from "./api.js";
+import { ApiError, askFor } from "./api.js";
 import { graft, graftBefore } from "./graft.js";
 import { path } from "./message_tree.js";
 import { onDemand } from "./on_demand.js";
@@ -86,7 +86,7 @@ async function saidElsewhere(conversation, shown = path(conversation), signal) {
   const said = shown.filter(({ role, content }) => role === "user" || content); // an empty answer is not sent
   const before = said.length - TAIL + (conversation.options.system.trim() ? 1 : 0);
   if (said.length >= TAIL) {
-    const { data, has_more: more } = await listMessages(conversation.id, before ? before - 1 : null, signal);
+    const { data, has_more: more } = await messagesAfter(conversation.id, before ? before - 1 : null, signal);
     const isSame = ({ role, content }, place) => role === data[place].role && content.trim() === asText(data[place].content).trim();
     if (!more && data.length === TAIL && said.slice(-TAIL).every(isSame)) return null;
   }
@@ -95,11 +95,16 @@ async function saidElsewhere(conversation, shown = path(conversation), signal) {
   return asSaid(list).messages;
 }
 
+/** A page of the server's list. `after`: the place of the last message before it, or null. */
+function messagesAfter(id, after, signal) {
+  return askFor(`/v1/sessions/${encodeURIComponent(id)}/messages?limit=1000${after === null ? "" : `&after=${after}`}`, signal);
+}
+
 async function all(id, signal) {
   const found = [];
   let after = null;
   for (let pages = 0; pages < MAX_PAGES; pages += 1) {
-    const page = await listMessages(id, after, signal);
+    const page = await messagesAfter(id, after, signal);
     found.push(...page.data);
     if (!page.has_more) return found;
     after = page.last_id;

@@ -1,6 +1,6 @@
 // The fleet, where the page is served by a gateway or a replica: its servers, their tiers, and what became of turns.
 
-import { fleet } from "./api.js";
+import { askFor } from "./api.js";
 import { bytes, counted, h, milliseconds, number, percent, withUnit } from "./dom.js";
 
 const PERIOD_MS = 2000;
@@ -48,7 +48,7 @@ export class Fleet {
 
   async #look() {
     try {
-      this.#show(await fleet());
+      this.#show(await askFor("/v1/fleet?limit=48"));
     } catch (error) {
       if (error.status === 403) this.#draw(h("p", { class: "small note" }, "An admin key shows the servers."));
       return ![401, 403, 404].includes(error.status); // else the server is away for a moment, and what was shown stays
