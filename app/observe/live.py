@@ -105,22 +105,24 @@ class Live(TurnObserver):
 
     async def state(self, watcher: "Watcher") -> dict[str, Any]:
         """Return the data that a watcher may see, as of the engine's last heartbeat."""
-        sessions = await self._sessions(watcher.tenant)
+        latest = await self._sessions(watcher.tenant)
         shown = snapshot(self._engine, tenant=watcher.tenant, sees_all=watcher.sees_all)
         return shown | {
             "at": round(time.time(), 3),
             "replica": self.replica,
-            "sessions": self._with_begun([_session(info) for info in sessions], watcher.tenant),
+            "sessions": self._with_begun(latest, watcher.tenant),
             "disk_problem": self._state_disk.problem,  # why no new transcripts are kept
         }
 
-    def _with_begun(self, sessions: list[dict[str, Any]], tenant: str) -> list[dict[str, Any]]:
-        """Add the sessions whose first turn goes on, which the engine knows when it has ended, and mark those that it
-        knows as running. What has just ended stays until the engine has been asked again."""
+    def _with_begun(self, latest: "_LatestSessions", tenant: str) -> list[dict[str, Any]]:
+        """Return the sessions that the engine knows, with those marked that run, and those in their first turn: the
+        engine knows them when that has ended. What has just ended stays until the engine has been asked again."""
         self._forget_ended()
-        as_of_s = self._latest_sessions[tenant].as_of_s
+        sessions = [_session(info) for info in latest.sessions]
         mine = {
-            turn: known for turn, known in self._turns_now.items() if turn.tenant == tenant and known.ended_s >= as_of_s
+            turn: known
+            for turn, known in self._turns_now.items()
+            if turn.tenant == tenant and known.ended_s >= latest.as_of_s
         }
         running = {turn.session_id for turn, known in mine.items() if known.ended_s == math.inf}
         known_ids = {session["id"] for session in sessions}
@@ -133,7 +135,7 @@ class Live(TurnObserver):
         }
         return [*list(begun.values())[-MAX_BEGUN:][::-1], *sessions][:MAX_SESSIONS]
 
-    async def _sessions(self, tenant: str) -> list[SessionInfo]:
+    async def _sessions(self, tenant: str) -> "_LatestSessions":
         """Return the sessions that a tenant used last. Asks the engine at most once a period, however many pages of the
         tenant are open, and hardly ever while nothing happens. While the engine takes no requests, returns the last
         answer."""
@@ -151,7 +153,7 @@ class Live(TurnObserver):
                 latest.activity = activity
             for other in [name for name, old in self._latest_sessions.items() if now - old.asked_s > 4 * IDLE_S]:
                 del self._latest_sessions[other]
-        return latest.sessions
+        return latest
 
 
 @dataclass(slots=True)

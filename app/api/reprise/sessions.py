@@ -14,7 +14,7 @@ from reprise.app.api.reprise.chats import described_message, one_line, with_titl
 from reprise.app.conversations.message_table import MAX_TITLE_CHARS
 from reprise.app.errors import from_validation, no_transcript, session_not_found
 from reprise.app.http.body import parse_body, warning_header
-from reprise.app.schemas.answers.sessions import Session, SessionList, SessionMessageList
+from reprise.app.schemas.answers.sessions import PatchedSession, Session, SessionList, SessionMessageList
 from reprise.app.schemas.fields import SESSION_ID
 from reprise.app.turn.sessions import Question
 from reprise.engine.messages import SessionInfo, SessionReply, given_salt, is_exact
@@ -101,7 +101,7 @@ async def get_session(request: Request, session_id: str) -> dict[str, Any]:
 
 @router.patch(
     "/v1/sessions/{session_id}",
-    **described("Pin a conversation, or set its time to live or title", Session, body=SessionPatch),
+    **described("Pin a conversation, or set its time to live or title", PatchedSession, body=SessionPatch),
 )
 async def patch_session(request: Request, session_id: str) -> Response:
     """A pinned session does not expire. An expired one leaves every tier within a second or so, or at a hundred

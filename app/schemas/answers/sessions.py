@@ -2,7 +2,7 @@
 
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, RootModel
 
 from reprise.app.schemas.answers.shared import Answer
 
@@ -21,6 +21,16 @@ class Session(Answer):
     title: str | None = Field(None, description="with `titles`: as PATCH has set it; null: it has none")
     first_text: str | None = Field(None, description="with `titles`: how the first message of a user begins")
     num_messages: int | None = Field(None, description="with `titles`: messages kept; null: none are")
+
+
+class SessionTitle(Answer):
+    id: str
+    object: Literal["session"]
+    title: str | None = Field(description="null: it has none")
+
+
+class PatchedSession(RootModel[Session | SessionTitle]):
+    """A session after a change. Where only its title was changed, nothing is said of its KV."""
 
 
 class SessionList(Answer):

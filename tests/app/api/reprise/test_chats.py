@@ -7,6 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from reprise.app.api.operation import operations_of
+from reprise.app.api.reprise import sessions
 from reprise.app.api.reprise.chats import with_titles
 from reprise.app.api.reprise.sessions import describe_session
 from reprise.app.conversations.message_table import Chat
@@ -107,6 +109,32 @@ async def test_a_list_has_titles_and_what_would_be_read_anew(running: Running) -
     pinned = (await running.http.patch("/v1/sessions/b", json={"title": "", "pinned": True})).json()
     assert (pinned["title"], pinned["pinned"], pinned["tokens"]) == (None, True, 100)
     assert (await listed(running))[1]["title"] is None
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [
+        ("get", "", None), ("get", "?titles=true", None), ("get", "/{session_id}", None),
+        ("get", "/{session_id}/messages", None), ("post", "/{session_id}/prefetch", {}),
+        ("patch", "/{session_id}", {"title": "T"}), ("patch", "/{session_id}", {"title": "", "pinned": None}),
+        ("patch", "/{session_id}", {"pinned": True}), ("patch", "/{session_id}", {"title": "T", "ttl_s": 60}),
+    ],
+)  # fmt: skip
+async def test_answers_are_as_the_description_says(
+    running: Running, method: str, path: str, body: dict[str, Any] | None
+) -> None:
+    await running.chat(session_id="a")
+    keep(running.engine, "a")
+    (operation,) = (
+        one
+        for one in operations_of(sessions.router)
+        if (one.method, one.path) == (method, f"/v1/sessions{path.partition('?')[0]}")
+    )
+    described = operation.described.answer
+    assert described is not None
+    response = await running.http.request(method, f"/v1/sessions{path.format(session_id='a')}", json=body)
+    assert response.is_success
+    described.model_validate(response.json())
 
 
 @pytest.mark.parametrize("title", [7, "t" * 201, ["t"]])
