@@ -362,6 +362,7 @@ class TranscriptStore:
     @_forgiving(list, is_asked=True)
     def names(self) -> list[tuple[str, str]]:
         """Return (tenant with its salt, session id) of all sessions."""
+        self._require_file()
         return self._db.execute("SELECT tenant, name FROM sessions").fetchall()
 
     @_forgiving(lambda: None)
@@ -390,8 +391,7 @@ class TranscriptStore:
                 self._drop_session(session)
         if rows:
             self._db.scrub()
-        if self._db.hides_file:  # what is in the file would be there again after a restart
-            raise DiskAway(self._db.problem or "its file is not used")
+        self._require_file()
         return len(rows)
 
     @_forgiving(int)
@@ -408,6 +408,11 @@ class TranscriptStore:
     @_forgiving(int)
     def used_bytes(self) -> int:
         return self._db.used_bytes()
+
+    def _require_file(self) -> None:
+        """Raise DiskAway if there is a file that is not used: what is in it would be there again after a restart."""
+        if self._db.hides_file:
+            raise DiskAway(self._db.problem or "its file is not used")
 
     def recover(self, error: sqlite3.Error) -> bool:
         """Recover as the database does. Returns whether all that was in it is gone."""

@@ -382,7 +382,8 @@ def test_a_session_is_not_told_to_be_deleted_while_its_file_cannot_be_opened(tmp
     add_conversation(store, "s", turns=1, now=1.0)
     with pytest.raises(DiskAway):
         store.forget("s", tenant=TENANT)
-    assert store.names() == []
+    with pytest.raises(DiskAway):  # a replica that asks which sessions a deletion concerns would say it has none
+        store.names()
     store.close()
     store = open_store(path)
     assert store.names() == [(TENANT, "s")]
