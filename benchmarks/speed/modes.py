@@ -102,6 +102,14 @@ def later_ttft(results: list[TurnResult]) -> dict[str, Any]:
     return distribution(r.ttft_s * 1e3 for r in results if r.error is None and r.turn and r.ttft_s is not None)
 
 
+def later_ttft_by_round(results: list[TurnResult]) -> list[float]:
+    """Return the median of each round, in ms."""
+    rounds: dict[str, list[TurnResult]] = {}
+    for result in results:
+        rounds.setdefault(result.session_id.partition(" ")[0], []).append(result)
+    return [later_ttft(of_round)["p50"] for of_round in rounds.values()]
+
+
 def memory_of(arm: str, most_tokens: int, bytes_per_token: int) -> dict[str, float]:
     """Return settings that say where a server keeps KV: the same bytes for all."""
     if ARMS[arm]["cache.mode"] != "attentionstore":
@@ -155,17 +163,29 @@ def play(run: Run) -> dict[str, dict[str, Any]]:
                 server={"url": "", "model": arm.server.model["id"], "max_context": arm.server.max_context,
                         "version": None},
                 finished=True, started=started, token_times=False,
-            ) | {"later_ttft_ms": later_ttft(arm.results)}
+            ) | {
+                "later_ttft_ms": later_ttft(arm.results),
+                "later_ttft_p50_ms_by_round": later_ttft_by_round(arm.results),
+                "memory": memory[name],
+            }
             for name, arm in arms.items()
         }  # fmt: skip
 
 
 def measure(run: Run) -> dict[str, Any]:
     documents = play(run)
-    kept = ("workload", "summary", "by_turn", "later_ttft_ms")
+    kept = ("workload", "summary", "by_turn", "later_ttft_ms", "later_ttft_p50_ms_by_round", "memory")
     arms = {name: {part: document[part] for part in kept} for name, document in documents.items()}
     tables.compare(run.console, list(documents), list(documents.values()))
-    return {"rounds": run.arguments.rounds, "servers": ARMS, "held": verdicts(arms), "arms": arms}
+    return {
+        "model": run.arguments.model or "random, of the 125 M shape",
+        "dtype": "bfloat16",
+        "most_tokens": MOST_TOKENS,
+        "rounds": run.arguments.rounds,
+        "servers": ARMS,
+        "held": verdicts(arms),
+        "arms": arms,
+    }
 
 
 def show(console: Console, result: dict[str, Any]) -> None:
@@ -184,7 +204,7 @@ def later_over(other: str) -> Callable[[Result], float | None]:
 
 
 EXPERIMENT = Experiment(
-    name="modes", about=__doc__, measure=measure, show=show, options=options, rounds=2, arms=tuple(ARMS),
+    name="modes", about=__doc__, measure=measure, show=show, options=options, rounds=5, arms=tuple(ARMS),
     takes_model=True,
     quick=Quick(
         options={"rounds": 1, "conversations": 6, "think_s": 0.5, "arms": ["attentionstore", "recompute"]},
