@@ -8,6 +8,7 @@ from pathlib import Path
 
 from benchmarks.claims.read import Claim
 
+MOST_AIMS = 2  # most missed aims that a row names
 _NUMBER = r"[\d,.]*\d(?: %)?"
 _HEAD = """# Results
 
@@ -29,14 +30,21 @@ def results_page(claims: Sequence[Claim], detail: Sequence[tuple[str, str]]) -> 
         ]
     lines += ["", "## How they were measured", ""]
     lines += ["The programs are named as they are called now.", ""]
-    lines += ["| file | measured by | on | date, commit |", "|---|---|---|---|"]
+    lines += ["| file | measured by | on | date, commit | aims missed |", "|---|---|---|---|---|"]
     lines += [_row(claim) for claim in {claim.result: claim for claim in claims}.values()]
     return "\n".join(lines) + "\n"
 
 
 def _row(claim: Claim) -> str:
     name = f'<a id="{claim.result}"></a>{claim.result}'  # sentences lead here
-    return f"| {name} | `{claim.command}` | {claim.machine} | {claim.date}, {claim.commit} |"
+    return f"| {name} | `{claim.command}` | {claim.machine} | {claim.date}, {claim.commit} | {_missed(claim)} |"
+
+
+def _missed(claim: Claim) -> str:
+    """Return the aims of a claim's result that do not hold, or how many, where a table has no room for them."""
+    if len(claim.missed) > MOST_AIMS:
+        return f"{len(claim.missed)} of {claim.num_aims}: see `held` in the file"
+    return "; ".join(claim.missed).replace("|", "\\|")
 
 
 def with_numbers(text: str, claims: Iterable[Claim]) -> str:

@@ -48,6 +48,8 @@ class Claim:
     date: str  # YYYY-MM-DD
     machine: str
     commit: str
+    missed: tuple[str, ...]  # aims of the result that do not hold
+    num_aims: int
 
     @property
     def sentence(self) -> str:
@@ -68,6 +70,7 @@ def claims(file: Path = CLAIMS, results: Path = RESULTS) -> list[Claim]:
 
 def _claim(told: Mapping[str, Any], results: Path) -> Claim:
     result = json.loads((results / f"{told['result']}.json").read_text(encoding="utf-8"))
+    held = result.get("held", {})
     numbers = {name: value_at(result, path) for name, path in told.items() if name not in _KEYS}
     return Claim(
         theme=told["theme"],
@@ -78,6 +81,8 @@ def _claim(told: Mapping[str, Any], results: Path) -> Claim:
         date=str(result.get("finished", ""))[:10],
         machine=machine_of(result),
         commit=str(result["machine"]["commit"]),
+        missed=tuple(aim for aim, holds in held.items() if not holds),
+        num_aims=len(held),
     )
 
 

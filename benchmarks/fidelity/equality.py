@@ -15,7 +15,7 @@ that every history has left HBM by the time it is needed again. Where histories 
     kill       the same with SIGKILL to server and engine, a second after the last answer
     crowd      8 conversations at once, HBM for one, DRAM for ten blocks, the rest on disk
     rotation   8 conversations in turns, HBM for one, DRAM for two: most are on disk when the turn before theirs
-               begins, and are fetched while it decodes
+               begins, and are fetched while it decodes, to DRAM and on to HBM
     cut-dram   `dram` with a small window: conversations outgrow it again and again, in an answer too
     cut-disk   the same with `disk`
 
@@ -98,7 +98,7 @@ MODES = (
     Mode("restart", _BOTH, round_of=60, from_tiers=("disk", "dram"), between="restart"),
     Mode("kill", _BOTH, round_of=60, from_tiers=("disk", "dram"), between="kill"),
     Mode("crowd", _LITTLE, round_of=24, from_tiers=("disk", "dram"), at_once=8, dram_blocks=10),
-    Mode("rotation", _LITTLE, round_of=8, from_tiers=("dram",), dram_blocks=27),
+    Mode("rotation", _LITTLE, round_of=8, from_tiers=("dram", "hbm"), dram_blocks=27),
     Mode("cut-dram", _DRAM, round_of=12, from_tiers=("dram",), window=CUT_WINDOW, max_tokens=48),
     Mode("cut-disk", _DISK, round_of=12, from_tiers=("disk",), window=CUT_WINDOW, max_tokens=48),
 )

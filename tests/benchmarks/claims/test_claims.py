@@ -48,8 +48,8 @@ def test_a_number_that_is_not_there_is_an_error(path: str) -> None:
         value_at(RESULT, path)
 
 
-def one(tmp_path: Path, text: str, **paths: str) -> Claim:
-    (tmp_path / "it.json").write_text(json.dumps(RESULT))
+def one(tmp_path: Path, text: str, held: dict[str, bool] | None = None, **paths: str) -> Claim:
+    (tmp_path / "it.json").write_text(json.dumps({**RESULT, "held": held or {}}))
     lines = "".join(f"{name} = '{path}'\n" for name, path in paths.items())
     file = tmp_path / "claims.toml"
     file.write_text(f'[[claim]]\ntheme = "Speed"\ntext = "{text}"\nresult = "it"\npages = ["a.md"]\n{lines}')
@@ -68,13 +68,22 @@ def test_a_document_gets_the_numbers_of_its_claims_and_keeps_its_lines(tmp_path:
     assert with_numbers("Nothing of it.", [claim]) == "Nothing of it."
 
 
-def test_the_page_says_who_measured_it_where_and_when(tmp_path: Path) -> None:
-    claim = one(tmp_path, "{share:.0%} are wrong", share="rows[kind=b].wrong.# / rows[kind=b].turns")
+@pytest.mark.parametrize(
+    ("held", "said"),
+    [
+        ({}, ""),
+        ({"right": True, "at most 1.1 x": False}, "at most 1.1 x"),
+        (dict.fromkeys("abc", False) | {"d": True}, "3 of 4: see `held` in the file"),
+    ],
+)
+def test_the_page_says_where_and_when_it_was_measured_and_what_was_missed(
+    tmp_path: Path, held: dict, said: str
+) -> None:
+    claim = one(tmp_path, "{share:.0%} are wrong", held=held, share="rows[kind=b].wrong.# / rows[kind=b].turns")
     lines = results_page([claim, claim], []).splitlines()
     assert lines.count("- **25 %** are wrong ([it](#it))") == 2
-    assert (
-        lines.count('| <a id="it"></a>it | `python -m benchmarks.it` | 2 cores of Intel Xeon | 2026-01-02, abc |') == 1
-    )
+    row = f"| `python -m benchmarks.it` | 2 cores of Intel Xeon | 2026-01-02, abc | {said} |"
+    assert lines.count(f'| <a id="it"></a>it {row}') == 1
 
 
 def test_the_results_page_is_made_of_the_results() -> None:

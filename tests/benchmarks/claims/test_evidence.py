@@ -8,9 +8,8 @@ from benchmarks.claims.read import Claim
 
 
 def claim(result: str, commit: str) -> Claim:
-    return Claim(
-        "Speed", "It takes **1** ms", result, (), f"python -m benchmarks.{result}", "2026-01-02", "a CPU", commit
-    )
+    command = f"python -m benchmarks.{result}"
+    return Claim("Speed", "It takes **1** ms", result, (), command, "2026-01-02", "a CPU", commit, (), 0)
 
 
 def test_a_result_of_changed_sources_or_unknown_commits_is_stale(monkeypatch: pytest.MonkeyPatch) -> None:
