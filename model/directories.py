@@ -9,7 +9,7 @@ SMOLLM2 = Path(sys.prefix) / "models" / "SmolLM2-135M-Instruct"  # put there by 
 
 
 def is_there(directory: Path) -> bool:
-    """Whether a model is in the directory. Models are put there completely or not at all."""
+    """Return whether a model is installed in the directory. Models are installed completely or not at all."""
     return (directory / "config.json").is_file()
 
 

@@ -37,11 +37,12 @@ TIMEOUT_S = 600
 
 
 class NotBrought(Exception):
-    """The model could not be installed. The message says why."""
+    """An error of `bring`: the model could not be downloaded, checked or converted. The message says why."""
 
 
 def bring(out: Path) -> None:
-    """Install the model into `out`, completely or not at all. Raises NotBrought."""
+    """Download SmolLM2-135M-Instruct and convert it into the directory `out`, completely or not at all. Raises
+    NotBrought."""
     try:
         with tempfile.TemporaryDirectory(prefix="reprise-smollm2-") as scratch:
             file = _unpacked(_download(Path(scratch)), Path(scratch))

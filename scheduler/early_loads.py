@@ -31,7 +31,8 @@ class EarlyLoads:
         self.lose(sequence)
 
     def lose(self, sequence: Sequence) -> None:
-        """Remove a sequence whose pages the cache has already taken back, for instance because its load failed."""
+        """Forget the early load of a waiting sequence whose pages the cache has already taken back, for instance
+        because the load failed. Nothing of the sequence counts as computed any more."""
         self._sequences.remove(sequence)
         sequence.computed_tokens = 0
 

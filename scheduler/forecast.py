@@ -28,8 +28,9 @@ class Forecast:
         self._lengths.pop(sequence, None)
 
     def opens_s(self, running: Items[Sequence], free_places: int) -> list[float]:
-        """Return when places in the batch are expected to be free, in seconds from now, ascending: first those that are
-        free now, which are of no use before the prompts of the running sequences are computed."""
+        """Return when each place in the batch is expected to be free, in seconds from now, ascending. Places that are
+        free now come first. They count from the end of the running sequences' prompts, because a request gains nothing
+        from a place before that."""
         step_s = self._cost.seconds(StepWork().plus_rows([len(sequence.token_ids) for sequence in running]))
         prompts = StepWork()
         for sequence in running:

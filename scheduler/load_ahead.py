@@ -55,7 +55,7 @@ class LoadAhead:
             self._early.add(sequence)
 
     def end_step(self) -> None:
-        """Note that a step is scheduled. Here nothing follows from that."""
+        """Do nothing. The Scheduler calls this after it has put a step together; a subclass may act on it."""
 
     def _to_start(self, loads: list[tuple[Sequence, float | None]]) -> list[Sequence]:
         """Return the requests whose loads begin now, in order. loads: the next requests, each with the seconds that its

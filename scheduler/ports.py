@@ -37,7 +37,7 @@ class Residency(Protocol):
 
     @property
     def is_loading(self) -> bool:
-        """Whether the load has already begun; `load_s` is then the time that is left."""
+        """Whether the request's KV is already being loaded. `load_s` is then the time that is left of that load."""
         ...
 
 
@@ -54,9 +54,10 @@ class CacheView(Protocol):
         ...
 
     def waits_for_sibling(self, request_id: str, *, is_due: bool) -> bool:
-        """Return whether a running request is computing, or a fetch is bringing, the block that this request needs
-        next, so that waiting beats computing it twice. False once the computation or fetch has ended, even by failure.
-        is_due: whether the request would start now; it then waits for a fetch no longer than computing would take."""
+        """Return whether the block that this request needs next is being computed by a running request, or brought by a
+        fetch, so that waiting for it beats computing it twice. False once the computation or fetch has ended, even by
+        failure. is_due: whether the request would start now; it then waits for a fetch no longer than computing would
+        take."""
         ...
 
     def admit(self, request_id: str, num_tokens: int) -> int | None:

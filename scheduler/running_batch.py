@@ -117,7 +117,8 @@ class RunningBatch:
         return self._tenants.least_to_do_first(prefills) if len(prefills) > 1 else prefills
 
     def decode(self, draft: StepDraft) -> None:
-        """Add a chunk of one token to the step for each sequence whose prompt is computed."""
+        """Add a chunk of one token to the step for each running sequence that decodes (its prompt is computed, and no
+        load is left to wait for), as far as HBM has room."""
         decoding = [
             s for s in self.sequences if len(s.token_ids) - s.computed_tokens == 1 and s.request_id not in draft.loading
         ]
@@ -171,8 +172,8 @@ class RunningBatch:
     # --- leaving ------------------------------------------------------------------------------------------------------
 
     def preempt(self, victim: Sequence, draft: StepDraft) -> None:
-        """Take a running sequence's room in HBM and its chunk in this step from it, and put it first among the waiting
-        ones."""
+        """Preempt a running sequence: take away its room in HBM and its chunk in this step, and put it first among the
+        waiting ones."""
         self._cache.preempt(victim.request_id)
         victim.preemptions += 1
         self.preemptions += 1

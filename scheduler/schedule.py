@@ -22,8 +22,8 @@ class StepDraft:
 
     now: float
     loading: dict[str, float]  # request id -> seconds left of the load that a running sequence waits for
-    sat_out: frozenset[Sequence]  # had no row in the step before, for a starved one's sake
-    sits_out: frozenset[Sequence] = frozenset()  # have none in this one, for the same reason
+    sat_out: frozenset[Sequence]  # skipped the previous step, in favour of a starved sequence
+    sits_out: frozenset[Sequence] = frozenset()  # skip this step, for the same reason
     chunks: list[Chunk] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)
     has_decodes: bool = False

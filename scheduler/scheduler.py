@@ -122,7 +122,7 @@ class Scheduler:
 
     def outlook(self) -> list[tuple[Sequence, float | None]]:
         """Return the first few waiting sequences, next first, each with the seconds until a place in the batch is
-        expected to be free for it, or None if no running sequence will make one."""
+        expected to be free for it, or None if those ahead of it will take all places."""
         opens_s = self._forecast.opens_s(self._batch.sequences, self._batch.free_places)
         front = self._waiting.front(_FRONT)
         return [(sequence, opens_s[place] if place < len(opens_s) else None) for place, sequence in enumerate(front)]
@@ -170,8 +170,9 @@ class Scheduler:
             self._learn(seconds)
 
     def halve_steps(self, schedule: Schedule) -> bool:
-        """Limit later steps to half the tokens of `schedule`, which failed for want of memory. Return False if that
-        cannot help, because the step had no prompts or prompts may not be split."""
+        """Limit later steps to half the tokens of `schedule`, which failed for want of memory. Return False, with
+        nothing changed, if that cannot help: the step had no prompts, prompts may not be split, or it was too small to
+        halve."""
         num_tokens = sum(chunk.num_tokens for chunk in schedule.chunks)
         can = self._limits.chunked_prefill and schedule.work.prefill_tokens > 0 and num_tokens >= 2 * LEAST_CHUNK
         if can:
@@ -200,7 +201,8 @@ class Scheduler:
         return max(0, sequence.prompt_tokens - found.missing_tokens), found.exposed_s
 
     def places(self) -> dict[str, int]:
-        """Return how many others start before each waiting sequence, by its request id."""
+        """Return how many others are ahead of each waiting sequence, by its request id. A starved request, though it
+        starts first, counts at its place in the queue."""
         line = self._waiting.front(self._waiting.count)
         return {sequence.request_id: place for place, sequence in enumerate(line)}
 

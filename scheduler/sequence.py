@@ -64,7 +64,8 @@ class Sequence:
 
     @property
     def pending_tokens(self) -> int:
-        """Number of tokens that are known but not computed: the rest of the prompt, or the one token sampled last."""
+        """Number of tokens at the end of `token_ids` whose KV is not computed yet. For a decoding sequence it is 1: the
+        token sampled last."""
         return len(self.token_ids) - self.computed_tokens
 
 

@@ -24,8 +24,7 @@ class Tenants:
     # --- events -------------------------------------------------------------------------------------------------------
 
     def arrived(self, sequence: Sequence) -> None:
-        """Add a sequence that has arrived, and waits, to the number of sequences that its tenant has running or
-        waiting."""
+        """Count a sequence that has arrived among those that its tenant has running or waiting."""
         others = [arrival for arrival in self._arrivals if arrival[0] != sequence.tenant]
         self._arrivals = [*others[-1:], (sequence.tenant, sequence.arrived_s)]
         self._present[sequence.tenant] += 1
@@ -62,8 +61,8 @@ class Tenants:
         return len(lately.union(self._running)) > 1
 
     def least_to_do_first(self, sequences: list[Sequence]) -> list[Sequence]:
-        """Sort sequences by how many their tenants have running, then by how many they have running or waiting; the
-        order among equals is kept."""
+        """Sort sequences by how many their tenants have running, then by how many those have running or waiting, fewest
+        first. Equal ones keep their order. Without `fair_places` all do."""
         if not self._fair_places:
             return sequences
         return sorted(sequences, key=lambda s: (self._running[s.tenant], self._present[s.tenant]))

@@ -31,7 +31,7 @@ class Waiting:
         self.count += 1
 
     def resume(self, sequence: Sequence) -> None:
-        """Add a sequence that was running and has lost its room in HBM, before all others."""
+        """Put a sequence that was running and has lost its room in HBM in front of all other waiting sequences."""
         self.resumed.appendleft(sequence)
         self.count += 1
 
@@ -69,11 +69,12 @@ class Waiting:
         return True
 
     def front(self, count: int) -> list[Sequence]:
-        """Return the first `count` waiting sequences, next first."""
+        """Return up to `count` sequences from the head of the line, in the order in which they would start."""
         return [*self.resumed, *self.queue.upcoming().members[:count]][:count]
 
     def last_of(self, sequences: Container[Sequence]) -> Sequence:
-        """Return the waiting sequence that is last in line among these, of which at least one waits."""
+        """Return the one of `sequences` that would start last, among those of them that wait. At least one has to
+        wait."""
         in_order = chain(reversed(self.queue.upcoming().members), reversed(self.resumed))
         return next(sequence for sequence in in_order if sequence in sequences)
 

@@ -44,14 +44,14 @@ class StepWork(NamedTuple):
         return work
 
     def plus_chunk(self, num_tokens: int, context_len: int) -> "StepWork":
-        """Return this work plus a chunk of `num_tokens` tokens of a prompt that follow `context_len` computed
-        tokens."""
+        """Return this work with one chunk of a prompt added: `num_tokens` tokens whose context, computed before, is
+        `context_len` tokens long."""
         attended = num_tokens * (context_len + num_tokens / 2) / 1000
         return StepWork(self.prefill_tokens + num_tokens, self.attended + attended, self.decode_rows, self.read)
 
     def plus_rows(self, context_lens: Sequence[int]) -> "StepWork":
-        """Return this work plus one more decoding sequence for each entry of `context_lens`, which is the tokens of its
-        context."""
+        """Return this work with decoding sequences added, one for each entry of `context_lens` (the number of tokens in
+        its context)."""
         read = self.read + sum(context_lens) / 1000
         return StepWork(self.prefill_tokens, self.attended, self.decode_rows + len(context_lens), read)
 
@@ -102,7 +102,7 @@ class StepCost:
         self._in_order = [_FIRST_JUDGEMENT]
 
     def ran(self, work: StepWork, seconds: float) -> None:
-        """Learn that a step with this work took `seconds`, without the time in which it waited for loads."""
+        """Learn from a step with this work that took `seconds`, not counting the time in which it waited for loads."""
         if seconds <= 0:
             return
         evidence = self._mixed
@@ -123,7 +123,8 @@ class StepCost:
         return min(_MOST_MARGIN, max(1.0, self._in_order[-1 - len(self._in_order) // 100]))
 
     def chunk_that_fits(self, seconds: float, context_len: int) -> int:
-        """Return the most tokens of a prompt, after `context_len` others, that add no more than `seconds` to a step."""
+        """Return the largest number of prompt tokens, following a context of `context_len` tokens, that adds no more
+        than `seconds` to a step."""
         _, per_token, per_pair, _, _ = self.current()
         # per_pair / 2000 * n^2 + (per_token + per_pair * context / 1000) * n = seconds
         square, linear = per_pair / 2000, per_token + per_pair * context_len / 1000
@@ -206,13 +207,13 @@ class StepBudget(Protocol):
         ...
 
     def chunk(self, pending: int, context_len: int) -> int:
-        """Return how many of a prompt's `pending` tokens, which follow `context_len` others, the step may compute; 0 if
-        the step is full."""
+        """Return how many of a prompt's `pending` (not yet computed) tokens the step may compute; 0 if the step is
+        full. context_len: number of the prompt's tokens before them."""
         ...
 
     def spend(self, num_tokens: int, context_len: int, *, ends: bool) -> None:
-        """Deduct a chunk of any size from the budget. ends: whether the chunk ends its prompt, so that a client waits
-        for the step."""
+        """Deduct a chunk of any size from the budget. ends: whether the chunk is the last of its prompt, so that a
+        client gets its first token after this step."""
         ...
 
 

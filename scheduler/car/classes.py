@@ -14,19 +14,20 @@ class TransferClass(IntEnum):
 
 
 Standing = tuple[TransferClass, int]
-"""A request's rank: (class, bytes to load), ascending; the order of arrival decides between equals."""
+"""A request's rank among those in the window: (class, bytes to load). The lowest starts first; the order of arrival
+decides between equals."""
 
 
 def standing(residency: Residency) -> Standing:
-    """Return the request's standing by the paper's rule: a load counts until it has ended, even if computation would
-    hide it."""
+    """Return the request's rank (class, bytes to load) by the paper's rule: a load counts until it has ended, even if
+    computation would hide it."""
     if residency.bytes_to_load:
         return TransferClass.LOADS, residency.bytes_to_load
     return standing_once_loaded(residency)
 
 
 def standing_once_loaded(residency: Residency) -> Standing:
-    """Return the standing that the request will have once its load has ended."""
+    """Return the rank (class, 0 bytes to load) that the request will have when all KV that it has to load is in HBM."""
     # Tokens that it has in common with others do not count: a flood that shares nothing but its first words would be
     # shuffled.
     return (TransferClass.IN_HBM if residency.own_tokens else TransferClass.NOTHING_TO_LOAD), 0

@@ -64,7 +64,7 @@ class ShuffledWindow:
         self.remove(sequence)
 
     def finished(self, sequence: Sequence) -> None:
-        """Do nothing: there are no shares."""
+        """Do nothing: this policy keeps no shares of tenants."""
 
     def refresh(self, now: float) -> None:
         left = _REFRESH_TOKENS
@@ -81,13 +81,14 @@ class ShuffledWindow:
         return min(candidates, key=lambda sequence: self._standings[sequence][0], default=None)
 
     def may_be_passed(self, sequence: Sequence, now: float) -> bool:
-        """Return True: the window counts how often, and `best` names no other once that was too often."""
+        """Return True. The window itself counts how often a member was passed, and `best` returns no later member once
+        that was too often."""
         return True
 
     def upcoming(self) -> Line[Sequence]:
-        """Return all waiting requests, the members in the order in which they would start if their loads had ended. By
-        that order the prefetch timer begins loads: a load that ends in time makes its request one of the first
-        class."""
+        """Return all waiting requests: first the members, in the order in which they would start if their loads had
+        ended. The prefetch timer begins loads in that order, because a load that ends in time puts its request into the
+        first class."""
         if not self._is_current:
             first = self._may_start()
             members = [first, [*islice(self._members, len(first), None)]]

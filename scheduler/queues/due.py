@@ -28,17 +28,18 @@ class DueQueue:
 
     Work is the seconds that a request would take alone until its first token: to compute what no tier holds, and the
     part of its load that computing does not hide. So `patience` says how many seconds of waiting one second of work is
-    worth. Two things move what is due (`due_at`):
+    worth. Two things change when a request is due (`due_at`):
 
     - A request with a target for its first token is due at arrival + target, if that is earlier. Once it cannot make
-      the target any more, it is due by its work alone, put back by twice the target. So it starts after each request of
-      an equal target that came before this one was too late and that can still make its own.
+      the target any more, it is due by its work alone, plus twice the target. So it starts after requests with an equal
+      target that can still make theirs, if they arrived before it became too late for this one.
     - A request of weight below 1, such as an agent's side call, is due _SIDE_CALL_S / weight later.
 
-    None starves: a request is due by arrival + patience * W / weight + 2 * target at the latest (and a side call by so
-    much later), W being its work, and none of its tenant that comes after that starts before it. Of requests without
-    targets and of equal weights, none that comes more than patience * (W - w) / weight later starts before another, w
-    being the work of the later. A request that finds no room in HBM may be passed until it is due, and not after.
+    None starves: a request with work W is due by arrival + patience * W / weight + 2 * target at the latest (a side
+    call _SIDE_CALL_S / weight later), and none of its tenant that arrives after that starts before it. Among requests
+    without targets and of equal weights, one with work w that arrives later than one with work W starts first only if
+    it arrives within patience * (W - w) / weight seconds. A request that finds no room in HBM may be passed until it is
+    due, and not after.
 
     Work changes as KV moves between tiers. Each step looks again at as many requests as a bounded effort allows, in
     turn, and at all whose target has just become out of reach.
@@ -89,7 +90,7 @@ class DueQueue:
         return next((sequence for sequence in self._shares.upcoming().members if sequence not in skipped), None)
 
     def may_be_passed(self, sequence: Sequence, now: float) -> bool:
-        """Return whether later arrivals may start first, which they may until the request is due."""
+        """Return whether others may start before this request, for which HBM has no room: they may until it is due."""
         return now < self._looks[sequence].due_s
 
     def upcoming(self) -> Line[Sequence]:
@@ -123,8 +124,8 @@ class DueQueue:
 
 def due_at(sequence: Sequence, *, work_s: float, patience: float, now: float) -> tuple[float, float | None]:
     """Return when a request is due, as `DueQueue` defines it, and when it must start at the latest to make its target:
-    None without a target, or if that is over. All times are on the clock of arrivals. work_s: seconds that it would
-    take alone until its first token."""
+    None if it has no target, or can no longer make it. All times are on the clock of `arrived_s`. work_s: seconds that
+    it would take alone until its first token."""
     side_call_s = _SIDE_CALL_S if sequence.weight < 1 else 0.0
     due_s = sequence.arrived_s + (patience * work_s + side_call_s) / sequence.weight
     if sequence.target_s is None:

@@ -40,7 +40,7 @@ class FairShare:
     virtual start goes first. So tenants with work get equal shares in tokens, and the request of a tenant that comes
     seldom is next. A tenant's clock that shows less than the common clock is set to the common clock, so that a tenant
     gains no claim while it has no requests. The cost is first charged as expected, and corrected at the end of the
-    request. Within a tenant, the order is that of the places that the caller gives.
+    request. Within a tenant, requests start in ascending order of `place`, a number that the caller gives each.
 
     An arrival or a departure costs work for one tenant's requests alone. The order over all tenants is merged anew when
     it is asked for after a change. In a long line, the merged order may be a few steps old after a request has ended;
@@ -62,8 +62,8 @@ class FairShare:
         return len(self._entries)
 
     def add(self, sequence: Sequence, place: float) -> None:
-        """Add a request that has arrived. The requests of a tenant start in ascending order of `place`, those with
-        equal places in order of arrival."""
+        """Add a request that has arrived. place: the key by which its tenant's requests start, ascending (`DueQueue`
+        passes the time at which it is due); equal ones start in order of arrival."""
         self._arrivals += 1
         tenant = self._tenants.setdefault(sequence.tenant, _Tenant())
         if not tenant.waiting:
@@ -73,8 +73,8 @@ class FairShare:
         self._is_current = False
 
     def move(self, sequence: Sequence, place: float) -> None:
-        """Give a waiting request another place among those of its tenant. In a long line the merge waits a few
-        steps."""
+        """Change a waiting request's `place`, the key by which its tenant's requests start. In a long line, `upcoming`
+        may show the order before this for a few steps."""
         entry = self._entries[sequence]
         self._leave(entry)
         self._enter(replace(entry, place=place))

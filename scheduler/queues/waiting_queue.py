@@ -36,8 +36,8 @@ class WaitingQueue(Protocol):
         ...
 
     def may_be_passed(self, sequence: Sequence, now: float) -> bool:
-        """Return whether another request may start in place of one that waits and finds no room. now: on the clock of
-        arrivals."""
+        """Return whether others may start before this waiting request, which has found no room in HBM. now: on the
+        clock of arrivals."""
         ...
 
     def dispatch(self, sequence: Sequence) -> None:
@@ -55,8 +55,8 @@ class WaitingQueue(Protocol):
         ...
 
     def explain(self, sequence: Sequence, now: float) -> dict[str, float]:
-        """Return what decides where a waiting request stands, by name, to be shown to people. now: on the clock of
-        arrivals."""
+        """Return the numbers that decide a waiting request's place in the queue, by name, for display. now: on the
+        clock of arrivals."""
         ...
 
 
