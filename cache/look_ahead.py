@@ -118,7 +118,7 @@ class LookAhead:
         self._look: BlockKey | None = None  # the last block that was fetched to see what a slow disk is like by now
 
     def has_news(self, line: WaitingLine) -> bool:
-        """Return whether `plan` has something to do while requests run and none waits."""
+        """Return whether `plan` has anything to do in a step in which requests run and none waits."""
         tiers = self._tiers
         if line.version != self._version or tiers.succession.is_foretold:
             return True

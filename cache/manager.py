@@ -82,8 +82,9 @@ class CacheManager:
         arrived: Callable[[int], float],
         progress: Callable[[int], LoadProgress | None],
     ) -> None:
-        """Set up. arrived(job): returns the share of a load that is in HBM. progress(job): returns how much of a load
-        the disk has read."""
+        """Set up. domain_of: returns the key domain of (tenant, salt). arrived: takes a load's job number and returns
+        the share of the load that is in HBM. progress: takes the same number and returns how much the disk or Redis has
+        read, or None."""
         if options.page_size % BLOCK_TOKENS:
             raise ValueError(f"page size {options.page_size} is not a multiple of the block, {BLOCK_TOKENS}")
         self.rates, self.stats = rates, CacheStats()
@@ -241,11 +242,12 @@ class CacheManager:
         self.tiers.quarantine(tier)
 
     def disk_given_up(self, problem: str) -> None:
-        """Use neither the disk nor what lies on it until it answers. problem: why, for people."""
+        """Stop using the disk, and what lies on it, until it answers. problem: why, for people."""
         self.tiers.disk_given_up(problem)
 
     def disk_is_unseen(self, problem: str) -> None:
-        """Begin without the disk. Until it answers, it is not known what lies on it. problem: why, for people."""
+        """Start without the disk, which has not answered yet. What lies on it is unknown until it answers. problem:
+        why, for people."""
         self.tiers.disk_given_up(problem)
         self.sessions.deletions.disk_is_unseen()
 
@@ -255,8 +257,9 @@ class CacheManager:
             self.sessions.restore(event.extents, event.records, now)
 
     def condemn_codec(self) -> None:
-        """Stop using the codec: find no block any more that it has changed, nor any that was computed on such a block.
-        Running requests finish with the KV they have. Later ones are served as if they had asked for exact KV."""
+        """Stop using the codec and the KV that it has changed: no request finds a block that it has compressed, or one
+        that was computed on such a block. Running requests finish with the KV they have. Later ones are served as if
+        they had asked for exact KV."""
         self.tiers.condemn_codec()
         self.sessions.codec_condemned()
 

@@ -62,7 +62,8 @@ class BlockLoad:
 
     @property
     def tier(self) -> str:
-        """The name under which reports count the tier that the block comes from: dram, disk or redis."""
+        """The tier that the block comes from, as reports name it: dram (also for a compressed block in DRAM), disk or
+        redis."""
         return medium_of(self.source)
 
     @property
@@ -82,8 +83,8 @@ class LoadBlocks:
 
 @dataclass(frozen=True, slots=True)
 class FinishLoad:
-    """The order to finish a load whose request has given its pages back. A load of a waiting request stops after the
-    first few layers. This one goes on, because its pages stay pinned until it has ended."""
+    """The order to finish a load whose request has given its pages back. Without it, a load stops after its first few
+    layers while its request waits. This load has to end, because its pages stay pinned until then."""
 
     job_id: int
 
@@ -107,7 +108,7 @@ class FetchBlocks:
 
 @dataclass(frozen=True, slots=True)
 class FillFromSlot:
-    """Copy rows between DRAM slots, where the first rows of a new block are those of an older one."""
+    """Copy the first rows of one DRAM slot to another, because a new block begins with the rows of an older one."""
 
     source_slot: int
     slot: int

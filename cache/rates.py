@@ -190,9 +190,10 @@ class Rates:
         return self._passes[direction] >= (min(1 << late, _PASSED_LOADS) if late else _PASSED_LOADS)
 
     def is_worth_fetching(self, direction: str, num_bytes: int, tokens: int) -> bool:
-        """Return whether to fetch the KV of `tokens` tokens for a turn that waits. While the turn waits, a fetch costs
-        no request anything. But a fetch that takes several times as long as computing is hardly ever in time, and
-        delays all later fetches."""
+        """Return whether to fetch the KV of `tokens` tokens, `num_bytes` bytes, for a turn that still waits. True
+        unless the fetch would take several times as long as computing the tokens: it would hardly ever be in time, and
+        would delay later fetches. A shorter fetch is worth it even if computing is faster, because it costs no request
+        anything while the turn waits. direction: such as "disk_to_dram"."""
         return self.load_s(direction, num_bytes) <= max(_LEAST_WAIT_S, _FETCH_WORTH_FACTOR * self.compute_s(tokens))
 
     @property

@@ -55,10 +55,11 @@ class SessionDeletions:
 
     def delete(self, tenant: str, session_id: str, waiter: str) -> str | None:
         """Remove the sessions of this id, whatever their salts, from every tier, with the blocks that only they own.
-        `take_ended` returns `waiter` when all of the bytes are gone. The copies of other servers in Redis are deleted
-        too, even of a session that is not known here. Before the disk is taken, the answer is `undeleted`, and what it
-        has of these sessions is deleted when it is taken. Returns None, or why nothing is deleted:
-        `not_found`, or `busy` while a request of the session runs or another request waits for its deletion."""
+        `take_ended` returns `waiter`, the id of the client's request, when all of the bytes are gone. The copies of
+        other servers in Redis are deleted too, even of a session that is not known here. If the disk has not answered
+        since the start, the answer is `undeleted`, and what it has of these sessions is deleted once it answers.
+        Returns None, or why nothing is deleted: `not_found`, or `busy` while a request of the session runs or another
+        request waits for its deletion."""
 
         def named(names: Iterable[SessionName]) -> list[SessionName]:
             return [name for name in names if (name[0], name[2]) == (tenant, session_id)]
@@ -84,11 +85,12 @@ class SessionDeletions:
         return None
 
     def disk_is_unseen(self) -> None:
-        """Note that it is not known what lies on the disk, until `take_unseen`."""
+        """Note that the disk has not answered yet, so that it is unknown, until `take_unseen`, what lies on it."""
         self._unseen = {}
 
     def take_unseen(self) -> set[tuple[str, str]]:
-        """Return the sessions (tenant, session id) that were to be deleted before the disk was taken."""
+        """Return the sessions (tenant, session id) that were to be deleted while it was unknown what lies on the disk.
+        That ends now, because the disk has answered."""
         unseen, self._unseen = self._unseen or {}, None
         return set(unseen)
 

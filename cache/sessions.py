@@ -186,10 +186,10 @@ class SessionStore:
         )
 
     def hand_over(self, context: RequestContext, open_key: BlockKey | None) -> None:
-        """Give a request's blocks another owner, because its end does not become the session's context (nothing was
-        computed, or the conversation does not continue from it). The owner is the session's earlier context, or else
-        another running request of the session. If there is neither, forget the blocks that no other session owns.
-        open_key: key of the open block with the request's last rows, which no request will look for."""
+        """Give the blocks of a request that has ended another owner, because its context does not become the session's
+        (nothing was computed, or the conversation does not continue from it). The owner is the session's earlier
+        context, or else another running request of the session. If there is neither, forget the blocks that no other
+        session owns. open_key: key of the open block with the request's last rows, which no request will look for."""
         name = context.session
         session = self.contexts.get(name)
         if open_key is not None and (session is None or session.open_key != open_key):

@@ -87,7 +87,7 @@ class ResidencyValue(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CacheGauges:
-    """The fill of each tier at one moment."""
+    """The state of the cache at one moment: its sessions, its transfers, and how full each tier is."""
 
     sessions: int
     leases: int  # pages pinned by requests and transfers

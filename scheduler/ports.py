@@ -54,10 +54,10 @@ class CacheView(Protocol):
         ...
 
     def waits_for_sibling(self, request_id: str, *, is_due: bool) -> bool:
-        """Return whether the block that this request needs next is being computed by a running request, or brought by a
-        fetch, so that waiting for it beats computing it twice. False once the computation or fetch has ended, even by
-        failure. is_due: whether the request would start now; it then waits for a fetch no longer than computing would
-        take."""
+        """Return whether the next block that this request needs is on its way: being computed or loaded by another
+        request, being fetched into DRAM, or part of an earlier load of this request that was late. Waiting then beats
+        computing it twice. False once that has ended, even by failure. is_due: whether the request would start now; it
+        then waits for a fetch no longer than computing would take."""
         ...
 
     def admit(self, request_id: str, num_tokens: int) -> int | None:
@@ -81,7 +81,8 @@ class CacheView(Protocol):
         ...
 
     def room_is_coming(self) -> bool:
-        """Return whether pages that no request holds any more will be free as soon as a load into them ends."""
+        """Return whether HBM will have room soon without a preemption: a load into pages that no request holds any more
+        is ending, or a context larger than HBM waits for its blocks to be saved to DRAM."""
         ...
 
     def withdraw(self, request_id: str) -> None:

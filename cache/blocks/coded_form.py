@@ -36,5 +36,5 @@ class CodedForm:
         return self.is_used and address is not None and is_coded(address[0])
 
     def comes_coded(self, row: BlockRow) -> bool:
-        """Return whether the copy that HBM would load is compressed."""
+        """Return whether HBM would load a compressed copy of the block."""
         return row.source == "coded" if row.in_dram else self.is_coded_below(row)

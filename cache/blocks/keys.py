@@ -67,8 +67,8 @@ def given_salt(salt: str) -> str:
 
 
 class KeyDomain:
-    """A domain of block keys: one tenant's blocks for one model and one salt. Equal prefixes get equal keys within a
-    domain, and only there."""
+    """The maker of the block keys of one tenant, for one model and one salt (a label: only requests with equal salts
+    share KV). Equal prefixes get equal keys in equal domains, and different keys in different ones."""
 
     __slots__ = ("_key", "root")
 
@@ -82,11 +82,12 @@ class KeyDomain:
         return BlockKey(blake2b(data, key=self._key, digest_size=16, person=kind).digest())
 
     def child(self, parent: BlockKey, token_ids: Sequence[int]) -> BlockKey:
-        """Return the key of the full block `token_ids` after `parent`."""
+        """Return the key of a full block with the tokens `token_ids`. parent: key of the block before it, or `root`."""
         return self._hash(b"block", parent + token_bytes(token_ids))
 
     def open_block(self, parent: BlockKey, token_ids: Sequence[int], session_id: str) -> BlockKey:
-        """Return the key of a session's unfinished last block. `child` gives it a new key when it is full."""
+        """Return the key of a session's unfinished last block. parent: key of the block before it, or `root`. When the
+        block is full, it gets another key, from `child`."""
         return self._hash(b"open", typed_fields(parent, token_bytes(token_ids), session_id))
 
     def lineage(self, keys: Sequence[BlockKey]) -> BlockKey:

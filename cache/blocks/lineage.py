@@ -28,7 +28,8 @@ class Lineage:
         return self.keys
 
     def parent(self, block: int) -> BlockKey:
-        """Return the parent key of a block. block: index of a block of this lineage or of the next one."""
+        """Return the parent key of a block. block: its index; that of the next block, which has no key yet, is
+        allowed."""
         if block == self.joint:
             assert self.joint_parent is not None
             return self.joint_parent

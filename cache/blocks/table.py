@@ -104,12 +104,13 @@ class BlockRow:
 
     @property
     def medium(self) -> str:
-        """The name under which reports count the tier that HBM would load the block from: dram, disk or redis."""
+        """The tier that HBM would load the block from, as reports name it: dram (also for a compressed block in DRAM),
+        disk or redis."""
         return medium_of(self.source)
 
 
 def medium_of(tier: TierName) -> str:
-    """Return the name under which reports count a tier."""
+    """Return the name of a tier in reports: `dram` for `coded`, any other tier's own name."""
     return "dram" if tier == "coded" else tier
 
 

@@ -17,17 +17,17 @@ _NEWEST_SHARE = 0.25  # share of the droppable blocks that is dropped last, what
 
 
 class DoesNotFit(Exception):
-    """The window is too small for the tokens that must not be dropped."""
+    """An error of a truncation: the tokens that must not be dropped are more than the window holds."""
 
 
 @dataclass(frozen=True, slots=True)
 class CutRules:
     """One request's rules for truncation. Offsets count tokens of the request as it was sent."""
 
-    allowed: bool
+    allowed: bool  # whether history may be dropped
     keep_first: int  # number of leading tokens that stay
-    message_starts: tuple[int, ...]  # increasing
-    important: tuple[Range, ...]
+    message_starts: tuple[int, ...]  # offsets at which messages begin, increasing
+    important: tuple[Range, ...]  # ranges that stay if possible
 
 
 def reserved(max_tokens: int, window: int) -> int:
@@ -89,7 +89,8 @@ def plan_cut(
 
 
 def may_leave(keep_first: int, limit: int, marked: Sequence[Range]) -> list[Range]:
-    """Return the ranges of whole blocks between the first `keep_first` tokens and `limit` that are not marked."""
+    """Return the ranges between the first `keep_first` tokens and `limit` that may be dropped: whole blocks that touch
+    no range in `marked`."""
     return _without((_up(keep_first), _down(limit)), [(_down(a), _up(b)) for a, b in marked])
 
 
@@ -183,7 +184,8 @@ def merge_cuts(cuts: Sequence[Range], more: Sequence[Range]) -> list[Range]:
 
 
 def unmap_offset(offset: int, cuts: Sequence[Range]) -> int:
-    """Invert `map_offset` for an offset of the text after the cuts."""
+    """Map an offset of the text after the cuts back to the uncut text, as the inverse of `map_offset`. The place of a
+    cut maps to the cut's end."""
     return _unmap(offset, cuts, False)
 
 

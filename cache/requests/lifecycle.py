@@ -52,8 +52,9 @@ class Lifecycle:
         client_cut: ClientCut | None,
         now: float,
     ) -> list[int]:
-        """Open a request that arrived with the conversation `stream`. Returns its context's tokens, cut so that they
-        and `reserve` more fit the window. The list belongs to the sequence from now on. Raises DoesNotFit."""
+        """Open a request that arrived with the conversation `stream`. rules: what may be dropped of it. client_cut: how
+        the client itself has shortened the conversation, if it has. Returns its context's tokens, cut so that they and
+        `reserve` more fit the window. The list belongs to the sequence from now on. Raises DoesNotFit."""
         if self._tiers.form.is_condemned:  # every request is served as one that asks for exact KV
             salt = salt_of(given_salt(salt), is_exact=True)
         name = (tenant, salt, session_id)
@@ -86,7 +87,7 @@ class Lifecycle:
 
     def patience_s(self, request_id: str) -> float:
         """Return how many more seconds a step may wait for the next layer of a request's load before the load is given
-        up."""
+        up; inf if it is not to be given up."""
         return self._loads.patience_s(self._running[request_id])
 
     # --- steps --------------------------------------------------------------------------------------------------------

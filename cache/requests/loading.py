@@ -110,7 +110,7 @@ class Loads:
 
     def patience_s(self, context: RequestContext) -> float:
         """Return how many more seconds a step may wait for the next layer of a request's load before the load is given
-        up."""
+        up; inf if it is not to be given up."""
         load = _wanted(context)
         progress = self._progress(load.job) if load is not None else None
         if load is None or load.first is None or progress is None:
@@ -167,7 +167,8 @@ class Loads:
         return load is not None and load.state is LoadState.FAILED
 
     def outlive(self, context: RequestContext) -> None:
-        """Let a voided request wait outside of the batch for the end of its load, so that nothing is loaded twice."""
+        """Let a request whose load was late, and whose pages are taken back, wait outside of the batch for the end of
+        that load, so that nothing is loaded twice."""
         context.load = load = _wanted(context)
         if load is None:
             return

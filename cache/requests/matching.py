@@ -142,8 +142,8 @@ class Matcher:
         return f"{row.source}_to_hbm"
 
     def note_passed_over(self, answer: RememberedMatch) -> None:
-        """Tell the rates if a request is admitted with less than what is stored, so that it computes a block that it
-        could have loaded."""
+        """Tell the rates of a direction that was not used, if a request is admitted with less than what is stored and
+        so computes a block that it could have loaded."""
         found, num_chosen = answer.found.used, len(answer.chosen.used)
         if num_chosen < len(found):
             self._rates.passed_over(self._source(found[num_chosen][0]))
@@ -153,8 +153,8 @@ class Matcher:
         return self._counted(match, {})
 
     def sources(self, context: RequestContext, match: Match) -> dict[str, int]:
-        """Return tier -> number of tokens of a match that come from it. A block that was fetched into DRAM while this
-        request waited counts for the tier that it was fetched from."""
+        """Return tier -> number of tokens of a match that come from it. A block that an earlier, late load of this
+        request has brought into HBM counts for the tier that it came from."""
         return self._counted(match, context.sources.brought)
 
     def _counted(self, match: Match, brought: Mapping[BlockKey, str]) -> dict[str, int]:
@@ -211,8 +211,8 @@ class Matcher:
         return tokens
 
     def on_the_way(self, context: RequestContext, to_come: dict[str, int], load_s: float) -> ResidencyValue:
-        """Return where the KV of a context that has pages lies. to_come: tier -> tokens that its load, while under way,
-        brings from it. load_s: seconds that the load still takes."""
+        """Return where the KV of a context that has pages in HBM lies. to_come: tier -> tokens that its load under way
+        still brings. load_s: seconds that this load still takes."""
         hbm = context.rows.computed - sum(to_come.values())
         missing = len(context.token_ids) - context.rows.computed
         return self._residency(hbm, to_come, missing, context.sources.own_tokens, load_s, bool(to_come))

@@ -41,8 +41,8 @@ class ClientCut:
 
 
 class ContextOpener:
-    """A maker of contexts, which also shortens those that have outgrown the window. The Lifecycle calls it, on the
-    engine's thread. It never shortens a context that has pages."""
+    """The maker of each request's context: its tokens and block keys. It also drops history from contexts that have
+    outgrown the window, but only while they hold no pages in HBM. The Lifecycle calls it, on the engine's thread."""
 
     def __init__(
         self,
@@ -70,7 +70,8 @@ class ContextOpener:
         reserve: int,
         client_cut: ClientCut | None,
     ) -> RequestContext:
-        """Return the context of the conversation `stream`, cut so that it and `reserve` tokens fit. Raises
+        """Return the context of the conversation `stream`, cut so that it and `reserve` more tokens fit the window.
+        rules: what may be dropped. client_cut: how the client itself has shortened the conversation, if it has. Raises
         DoesNotFit."""
         context = None
         if client_cut is not None and self._truncation.mode != "recompute":

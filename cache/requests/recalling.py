@@ -25,8 +25,8 @@ _WINDOW_DIVISOR = 4  # one in so many tokens of the window may be recalled for a
 
 
 class Recaller:
-    """A part that exchanges blocks of a context without pages for as many dropped ones. The ContextOpener calls it, on
-    the engine's thread.
+    """A part that brings dropped blocks back into a context that has no pages, in exchange for as many of its blocks.
+    The ContextOpener calls it, on the engine's thread.
 
     Recalled blocks keep their keys, like blocks that a cut kept: they were computed after other blocks than those
     before them now. Blocks of the conversation are counted from its beginning, with nothing cut.
@@ -131,5 +131,5 @@ class Recaller:
 
 
 def most_recalled(window: int) -> int:
-    """Return the most blocks that may be recalled for a message, in a window of so many tokens."""
+    """Return the most blocks that may be recalled for one message, in a window of `window` tokens."""
     return max(1, window // (_WINDOW_DIVISOR * BLOCK_TOKENS))

@@ -91,7 +91,7 @@ class Saver:
         self._saves.seal(slot, row.unstored() if row is not None and wanted else None, num_rows)
 
     def save_late(self, context: RequestContext, block: int) -> None:
-        """Save a block, which found no slot while it was computed, from its page: now if a slot is free, otherwise
+        """Save a block from its page, because it found no slot while it was computed: now if a slot is free, otherwise
         later."""
         row = self._table.get(context.keys[block])
         if row is None or not self._rows.is_on or not context.rows.is_trusted or not self._is_wanted(row):

@@ -31,7 +31,8 @@ class Siblings:
             self.settle(key, context.request_id)
 
     def waits(self, context: RequestContext) -> bool:
-        """Return whether another request or a fetch is bringing the next block that a request needs."""
+        """Return whether the next block that a request needs is on its way: another request computes or loads it, or it
+        is being fetched into DRAM or saved there."""
         if context.waiting.block is not None and self._is_coming(context.waiting.block, context):
             return True  # asked of every waiter in every step: do not walk the prompt again for nothing
         context.waiting.block = None

@@ -44,8 +44,9 @@ class SchedulerView:
         return self._matcher.residency(context)
 
     def waits_for_sibling(self, request_id: str, *, is_due: bool) -> bool:
-        """Return whether the request waits for a block that another request computes or loads, or that is being
-        fetched. is_due: whether its turn has come, so that it waits no longer for a late fetch."""
+        """Return whether the request waits for a block that another request computes or loads or that is being fetched,
+        or for the end of its own load that was late. is_due: whether its turn has come, so that it waits no longer for
+        a late fetch."""
         context = self._running[request_id]
         if not self._reuse:
             return False

@@ -30,7 +30,7 @@ class Announced:
         return tuple(self._until_s)
 
     def add(self, name: SessionName, now: float) -> None:
-        """Record that a turn of the session will come soon. Repeated, it counts anew."""
+        """Record that a turn of the session will come soon. Repeating the announcement restarts its minute."""
         self.remove(name)
         self.changes += 1
         self._until_s[name] = now + _KEPT_S
@@ -53,12 +53,13 @@ class Announced:
             self.remove(name)
 
     def next(self) -> SessionName | None:
-        """Return the session to fetch for next, of the tenant that has announced the fewest; None if all are served."""
+        """Return the session whose KV is to be fetched next, of the tenant that has announced the fewest; None if
+        `served` was called for all."""
         counts = self._per_tenant() if self._unserved else {}
         return min(self._unserved, key=lambda one: counts[one[0]], default=None)
 
     def served(self, name: SessionName) -> None:
-        """Have `next` return the session no more, because it has been fetched for. It stays announced."""
+        """Stop returning a session from `next`, because its KV was fetched or need not be. It stays announced."""
         self._unserved.pop(name, None)
 
     def _per_tenant(self) -> Counter[str]:

@@ -230,7 +230,7 @@ class ReturnTimes:
 
     def newcomer_rank(self) -> tuple[float, float, int]:
         """Return the rank that a new session would have if it came now, ascending by worth: (logarithm of its worth,
-        lowest value as its return is not expected, order of last use)."""
+        -inf because the time of its return is unknown, order of last use)."""
         first = features(turn=0, prompt_tokens=None, grown_tokens=None, answer_tokens=None)
         return (_steps(self._model.value(first, None, 0)), _NEVER, self._uses + 1)
 

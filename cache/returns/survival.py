@@ -75,8 +75,8 @@ class ReturnModel:
         self._steps = [1.0] * _NUM_WEIGHTS
 
     def learn(self, known: tuple[int, ...], gap_s: float | None, age_bin: int, returned: bool) -> None:
-        """Learn whether a session returned within a bin of age. known: the session's `features`. gap_s: its own last
-        gap. returned: whether it did."""
+        """Learn whether a session returned within a bin of age. known: the session's `features`. gap_s: seconds between
+        its last two turns; None: it had one turn. returned: whether it did."""
         if known[-1] >= _ANSWER:
             known = (*known, known[-1] + _answer_at(age_bin))
         if gap_s is not None:
