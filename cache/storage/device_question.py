@@ -15,8 +15,8 @@ _BYTES = mmap.PAGESIZE  # read and written
 
 def ask_device(*, read: Iterable[str], write: str, beat: Beat, deadline_s: float) -> None:
     """Return if a page can be read of each of the files `read`, and written to the file `write`, which is deleted,
-    within the deadline in all. A disk that is full or read-only answers: what lies on it can be read. Blocks. Raises
-    OSError."""
+    within the deadline in all. A disk that is full or read-only answers: what lies on it can be read. beat: called
+    before each of these steps; it may raise to stop. Blocks. Raises OSError."""
     started = time.monotonic()
     for path in read:
         beat()

@@ -98,8 +98,8 @@ def _header_of(path: Path, key: bytes) -> ExtentHeader | None:
 
 
 def nameless_records(directory: Path, key: bytes) -> list[Foreign]:
-    """Return the extent files of models of which no file has an intact header; their contents cannot be identified any
-    more. Raises OSError."""
+    """Return the extent files of those models none of whose files has an intact header. Their contents cannot be
+    identified any more. key: from `reprise.cache.storage.extent_format.record_key`. Raises OSError."""
     root = directory / "kv"
     intact = {fingerprint.hex() for fingerprint in stored_models(directory, key)}
     models = _directories(root, _FINGERPRINT) if root.is_dir() else ()

@@ -22,7 +22,7 @@ class DirectoryLock:
 
     @property
     def is_held(self) -> bool:
-        """Whether the locked file still exists under its name."""
+        """Whether the file that this process has locked still exists under its name."""
         if self._fd is None:
             return False
         try:

@@ -36,7 +36,7 @@ class _State(Enum):
 
 
 def is_mistake(error: BaseException) -> bool:
-    """Return whether only a person can mend what stands in the way: another server's lock, a file in the directory's
+    """Return whether only a person can remove the cause of an error: another server's lock, a file in the directory's
     place, or missing rights."""
     return isinstance(error, DirectoryLocked) or (isinstance(error, OSError) and error.errno in _BY_HAND)
 
@@ -82,12 +82,13 @@ class DiskWatch(Generic[T]):
 
     @property
     def problem(self) -> str | None:
-        """Why the disk is not used, for people; None: it is used."""
+        """The reason why the disk is not used, as a text for people; None while it is used."""
         return self._problem
 
     def begin(self, patience_s: float) -> T | None:
-        """Start the thread. Returns what lies on the disk if it could be taken within `patience_s` seconds; None if
-        not: the listener is told when it is. Raises what has failed if that is a person's mistake (`is_mistake`)."""
+        """Start the thread. Returns what lies on the disk if it could be taken within `patience_s` seconds. Otherwise
+        returns None, and the listener is told when the disk is taken. Raises the error of the first attempt if only a
+        person can remove its cause (`is_mistake`)."""
         with self._changed:
             self._switch(self._problem)
             self._thread.start()
@@ -121,7 +122,7 @@ class DiskWatch(Generic[T]):
             self._untold.clear()
 
     def give_up(self, problem: str) -> None:
-        """Do not use the disk any more until it answers. problem: why, for people."""
+        """Stop using the disk until it answers. Does nothing if it is not used. problem: why, for people."""
         with self._changed:
             if self._state is not _State.USED:
                 return
@@ -135,7 +136,8 @@ class DiskWatch(Generic[T]):
         log.warning("%s is given up: %s; it is used again when it answers", self._name, problem)
 
     def note_read(self, problem: str | None) -> None:
-        """Note how a read has ended: None: the device has answered; else with this error of the device."""
+        """Record how a read has ended. problem: the device's error; None if it has answered. After MAX_FAILURES errors
+        in a row, the disk is given up."""
         if problem is None:
             self._failures = 0  # a race with another thread's error delays the giving up by a read
             return

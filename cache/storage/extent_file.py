@@ -51,7 +51,8 @@ def write_extent(
     beat: Beat,
 ) -> None:
     """Write the encoded header and segments[layer][block] to a temporary file, make it durable, then rename it. If
-    anything fails, no file is left. buffer: at least CHUNK_BYTES of scratch memory. Raises OSError."""
+    anything fails, no file is left. buffer: at least CHUNK_BYTES of scratch memory. beat: called between the steps, so
+    that a deadline applies to each. Raises OSError."""
     try:
         with _shard(path) as (shard, name):
             temporary = temporary_of(name)
@@ -158,8 +159,8 @@ def io_buffer(size: int) -> mmap.mmap:
 
 
 def read_segments(fd: int, extent: ParsedExtent, layer: int, blocks: Sequence[int], buffer: memoryview) -> None:
-    """Fill `buffer` with the segments, back to back, with one read per run of consecutive blocks. Raises
-    BlockMissing."""
+    """Fill `buffer` with the segments of `blocks` in one layer, back to back, with one read per run of consecutive
+    blocks. Raises BlockMissing."""
     size = extent.layout.segment_bytes[layer]
     for start, stop in runs(blocks):
         _read(fd, extent, [buffer[start * size : stop * size]], extent.layout.offset(layer, blocks[start]))

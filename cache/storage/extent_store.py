@@ -156,7 +156,7 @@ class ExtentStore:
 
     @property
     def problem(self) -> str | None:
-        """Why the disk is not used now, for people; None: it is used."""
+        """The reason why the disk is not used now, as a text for people; None while it is used."""
         return None if self._watch is None else self._watch.problem
 
     def _start_threads(self, on_late: Callable[[str], None]) -> None:
@@ -201,7 +201,7 @@ class ExtentStore:
         return all(ended)
 
     def used_bytes(self) -> int:
-        """The bytes of all record files in whole pages, including files being written."""
+        """Return the bytes of all extent files on disk, including files being written and those of other models."""
         return self._space.used_bytes
 
     def write(

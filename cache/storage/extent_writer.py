@@ -74,7 +74,8 @@ class ExtentWriter:
 
     def write(self, extent: EncodedExtent, beat: Beat) -> float:
         """Write an extent, durable on return. Returns the time until which the bandwidth cap makes the caller wait;
-        pass it to `wait`. Blocks: called in an I/O thread. Raises TierFull, OSError."""
+        pass it to `wait`. beat: called between the steps, so that a deadline applies to each. Blocks: called in an I/O
+        thread. Raises TierFull, OSError."""
         extent_id, size_bytes = extent.info.extent_id, extent.info.size_bytes
         self._space.reserve(size_bytes)
         due = self._throttle.book(size_bytes)

@@ -71,7 +71,8 @@ class DiskIndex:
             return self._load(beat)
 
     def make_again(self, beat: Beat) -> None:
-        """Start with an empty index, after its file was deleted."""
+        """Start with an empty index, because its file was deleted. beat: called now and then, so that the deadline
+        begins anew."""
         self.close()
         self._move_aside()  # SQLite would apply the remaining log to the new file
         self._load(beat)

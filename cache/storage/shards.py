@@ -50,8 +50,9 @@ class Shards:
         return True
 
     def make_all(self, beat: Beat) -> None:
-        """Make all shards at once: each would otherwise cost a write like the file's own when it is first used. A slow
-        disk is not asked for those that are there."""
+        """Make the 256 directories (shards) that are missing, all at once: making one when an extent first needs it
+        would cost as much as writing that extent's file. Those that are there are only listed. beat: called before
+        each, so that a deadline applies to each."""
         with os.scandir(self.own) as entries:
             there = {entry.name for entry in entries if entry.is_dir(follow_symlinks=False)}
         made = False
@@ -63,7 +64,8 @@ class Shards:
             sync_directory(self.own)
 
     def make_missing(self, extent_id: int, beat: Beat) -> None:
-        """Make the shard of an extent again, with all others, if it was deleted or a link took its place."""
+        """Make all missing shards if that of this extent was deleted or a link took its place. beat: as for
+        `make_all`."""
         shard = os.path.dirname(self.path(extent_id))
         if not os.path.isdir(shard) or os.path.islink(shard):
             self.make_all(beat)
@@ -74,7 +76,8 @@ class Shards:
             self._unsynced.add(os.path.dirname(self.path(extent_id)))
 
     def sync_deletions(self, beat: Beat) -> None:
-        """Make all deletions so far survive a power failure."""
+        """Make all deletions so far survive a power failure. beat: called before each directory, so that a deadline
+        applies to each."""
         with self._lock:
             directories, self._unsynced = self._unsynced, set()
         for directory in directories:

@@ -75,7 +75,8 @@ class Segments:
             self._is_sealed[slot] = True
 
     def seal_as(self, slot: int, checksums: Sequence[bytes]) -> None:
-        """Mark a slot as complete. checksums: by layer; its bytes must have been compared with them."""
+        """Mark a slot as complete. checksums: those of its segments, by layer; the caller has compared the bytes with
+        them."""
         self._checksums[slot] = np.frombuffer(b"".join(checksums), ">u8")
         self._is_sealed[slot] = True
 

@@ -27,8 +27,9 @@ class DiskSpace:
         self._unwritten = 0  # the part of `_used` that may not have been taken from the file system yet
 
     def open(self, sizes: Mapping[int, int], foreign: Iterable[Foreign], beat: Beat) -> None:
-        """Count the records that a scan found. Deletes records of other fingerprints while the total exceeds the
-        cap."""
+        """Count the extent files that a scan found: `sizes` by id for this model's, and `foreign` ones. Deletes foreign
+        files, the oldest first, while the total exceeds the cap. beat: called before each deletion, so that the
+        deadline begins anew."""
         with self._lock:
             self._sizes = dict(sizes)
             self._foreign = deque(sorted(foreign, key=lambda record: record.extent_id))

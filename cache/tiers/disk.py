@@ -203,8 +203,9 @@ class DiskLedger:
     def delete(
         self, extent_ids: list[int], session: SessionName | None, waiter: str | None, *, write_again: bool = True
     ) -> None:
-        """Delete whole extents; `ended_deletions` will list the request `waiter` when the bytes are gone. session:
-        delete its record too. write_again: whether blocks that DRAM still has are to be written to disk again."""
+        """Delete whole extents. session: delete its record too. waiter: id of a client's request, which
+        `ended_deletions` will list when the bytes are gone; None: no request waits. write_again: whether blocks that
+        DRAM still has are to be written to disk again."""
         self._take_out(extent_ids, write_again)
         if not self.capacity_bytes:
             self._answer(waiter, is_done=True)
@@ -260,8 +261,8 @@ class DiskLedger:
         return [name for name in names if (name[0], name[2]) == (tenant, session_id)]
 
     def reborn(self, session: SessionName) -> None:
-        """Keep the record of a session that has begun again, although an earlier session with its name is still being
-        deleted."""
+        """Keep the record of a session that has begun again, if the disk has refused to delete an earlier session with
+        its name: trying that deletion again deletes only the extents."""
         if self.refused:
             same = [deletion.session == session for deletion in self.refused]
             self.refused = [

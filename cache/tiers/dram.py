@@ -33,9 +33,9 @@ _NEVER_CODED_BLOCKS = 2.0  # blocks of a session: its first, and the one that is
 
 
 def rows_share(session_blocks: float, ratio: float) -> float:
-    """Return the share of DRAM's bytes that is for blocks as rows, the rest being for compressed blocks. A session's
-    first block and its open block are never compressed, so rows get at least their part. session_blocks: mean blocks of
-    a session; 0: not known. ratio: size of a block as rows over its size after the codec."""
+    """Return the share of DRAM's bytes that is for uncompressed blocks, the rest being for compressed ones. A session's
+    first block and its open block are never compressed, so uncompressed blocks get at least their part. session_blocks:
+    mean blocks of a session; 0: not known. ratio: size of a block before the codec over its size after it."""
     if session_blocks <= 0:
         return _LEAST_ROWS
     never = min(session_blocks, _NEVER_CODED_BLOCKS)
@@ -44,8 +44,9 @@ def rows_share(session_blocks: float, ratio: float) -> float:
 
 
 def split_dram(size_bytes: int, slot_bytes: int, coded_bytes: int, session_blocks: float = 0.0) -> tuple[int, int]:
-    """Return how many slots for rows and how many coded slots a DRAM of `size_bytes` has. coded_bytes: size of a
-    compressed block; 0: there is no codec. session_blocks: mean blocks of a session; 0: not known."""
+    """Return (slots for uncompressed blocks, slots for compressed ones) of a DRAM of `size_bytes`. slot_bytes,
+    coded_bytes: size of an uncompressed and of a compressed block; coded_bytes 0: there is no codec. session_blocks:
+    mean blocks of a session; 0: not known."""
     if not coded_bytes:
         return size_bytes // slot_bytes, 0
     slots = int(size_bytes * rows_share(session_blocks, slot_bytes / coded_bytes)) // slot_bytes
@@ -53,11 +54,13 @@ def split_dram(size_bytes: int, slot_bytes: int, coded_bytes: int, session_block
 
 
 class Dram:
-    """The ledger of DRAM. The Hierarchy and the CacheManager's other parts call it, on the engine's thread.
+    """The ledger of DRAM: which block lies in which slot, what is being copied into slots, and what is evicted. The
+    Hierarchy and the CacheManager's other parts call it, on the engine's thread.
 
-    rows, coded    the two tiers of slots
-    saves          what is being saved into the slots for rows
-    encoder        what is being compressed from those into coded slots
+    rows           slots for uncompressed blocks (rows of KV)
+    coded          slots for blocks that a codec has compressed; none without a codec
+    saves          copies from HBM into the slots for rows, under way
+    encoder        compressions from the slots for rows into coded slots, under way
     """
 
     def __init__(
@@ -111,7 +114,7 @@ class Dram:
         self._counted = ((-1, -1), 0)  # changes of the dirty and the coded blocks, and how many were both then
 
     def slots_for(self, *, is_coded: bool) -> SlotTier:
-        """Return the tier of slots for rows, or with `is_coded` the tier for compressed blocks."""
+        """Return the tier of slots for uncompressed blocks, or with `is_coded` the tier for compressed ones."""
         return self.coded if is_coded else self.rows
 
     @property
@@ -168,9 +171,9 @@ class Dram:
         self.coded.drop(row)
 
     def trim(self) -> None:
-        """Evict blocks from the slots for rows, in the policy's order, until no more blocks stay than DRAM may store.
-        Called once for all that a step has saved, because finding victims means walking past all queued blocks. With a
-        codec, only blocks that a coded slot has too are evicted; `Encoder.plan` does the rest."""
+        """Evict uncompressed blocks from DRAM, in the policy's order, until no more stay than it may store. Called once
+        for all that a step has saved, because finding victims means walking past all queued blocks. With a codec, only
+        blocks that a coded slot has too are evicted; `Encoder.plan` does the rest."""
         if self.coded.is_on:
             if (excess := self.rows.resident - self.rows.most_resident) > 0:
                 self.rows.leave_covered(max(excess, self._batch))
@@ -179,8 +182,8 @@ class Dram:
             pass
 
     def shrink(self) -> None:
-        """Evict blocks from the slots for rows until no more stay than DRAM may store, compressing blocks for that
-        where there is a codec."""
+        """Free slots when DRAM has more uncompressed blocks than it may store: evict the excess or, with a codec, evict
+        those that coded slots have too and order others to be compressed."""
         self.trim()
         if self.coded.is_on:
             self.encoder.plan()

@@ -82,7 +82,8 @@ class HbmPool:
 
     def can_move(self, row: BlockRow) -> bool:
         """Return whether HBM's copy of a block may be rotated to another position. It may not if the block is saved,
-        because its saved keys, which were never rotated, are loaded instead."""
+        because its saved keys, which were never rotated, are loaded instead, nor if it was un-rotated MAX_HOPS
+        times."""
         return row.page is not None and not row.is_saved and row.hops < MAX_HOPS
 
     def _group_by_page(self, match: Match) -> list[list[tuple[BlockRow, int]]]:
@@ -309,7 +310,7 @@ class HbmPool:
             self.pages.drop_resident(page)
 
     def publish(self, row: BlockRow) -> None:
-        """Enter a block in the table that was computed in a page of a running context."""
+        """Enter in the table a block that was computed in a page of a running context."""
         assert row.page is not None
         known = self.table.get(row.key)
         if known is None:

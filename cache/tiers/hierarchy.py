@@ -92,8 +92,8 @@ class Hierarchy:
             self.policies.append(self.dram.coded.policy)
 
     def used(self, name: SessionName, now: float, num_tokens: int | None = None) -> None:
-        """Record that a turn of a session has arrived with a prompt of `num_tokens` tokens; None: it did before a
-        restart."""
+        """Record that a turn of a session has arrived with a prompt of `num_tokens` tokens; None: it arrived before a
+        restart of the server, and its prompt is not known."""
         self.announced.remove(name)
         self.regulars.used(name, now)
         if num_tokens is not None:
@@ -114,7 +114,7 @@ class Hierarchy:
         self.returns.forget(name)
 
     def own(self, row: BlockRow, name: SessionName, place: int) -> None:
-        """Record that a block stands at index `place` of a session's context."""
+        """Record that a session owns a block. place: index of the block in the session's context."""
         if name not in row.owners:
             row.owners = (*row.owners, name)
         row.place = place
@@ -144,7 +144,7 @@ class Hierarchy:
             self.table.forget(row)
 
     def forget(self, key: BlockKey) -> None:
-        """Hide a block from all requests, in every tier."""
+        """Remove a block from the table and from every tier, so that no request finds it any more."""
         self.dram.saves.cancel(key)
         row = self.table.get(key)
         if row is None:
@@ -160,25 +160,26 @@ class Hierarchy:
         (self.dram if tier == "dram" else self.disk).quarantine()
 
     def disk_given_up(self, problem: str) -> None:
-        """Use neither the disk nor what lies on it until `disk_taken`. Blocks leave DRAM without having been written.
-        problem: why, for people."""
+        """Stop using the disk, and what lies on it, until `disk_taken`. Meanwhile blocks may leave DRAM without having
+        been written to disk. problem: why, for people."""
         self.disk.problem = problem
         self.writes.disk_given_up()
         self.table.moved()
 
     def disk_taken(self, capacity_bytes: int) -> None:
-        """Use the disk, which answers."""
+        """Start to use the disk, because it answers. capacity_bytes: the most that it may hold."""
         self.disk.problem, self.disk.capacity_bytes = None, capacity_bytes
         self.writes.disk_taken()
         self.table.moved()
 
     def condemn_codec(self) -> None:
-        """Stop using the codec in this process."""
+        """Stop using the codec in this process, because it changes answers by more than it may."""
         self.form.is_condemned = True
         self.dram.coded.quarantine()
 
     def is_busy(self, name: SessionName) -> bool:
-        """Return whether blocks of a session are being saved, encoded, fetched or written."""
+        """Return whether a copy of any block of a session is being made: saved or compressed in DRAM, fetched, written
+        to disk or uploaded to Redis."""
         if self.redis.is_uploading(name) or self.dram.is_busy(name):
             return True
         return self.writes.is_writing(name) or self.fetches.concern(name)

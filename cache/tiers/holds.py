@@ -55,7 +55,8 @@ class DirtyBlocks:
             self.sessions.setdefault(row.owners[0], {})[row.key] = None
 
     def hold(self, row: BlockRow) -> bool:
-        """Return whether a block is dirty, so that it must stay in DRAM until it is on disk."""
+        """Return whether a block is dirty, so that it must stay in DRAM until it is on disk. False for all while the
+        disk refuses writes."""
         return not self.may_leave and any(row.key in self.sessions.get(owner, ()) for owner in row.owners)
 
     def left_dram(self, row: BlockRow) -> None:
@@ -70,7 +71,7 @@ class DirtyBlocks:
             self.sessions.get(name, {}).pop(key, None)
 
     def settle(self, name: SessionName) -> None:
-        """Remove the entry of a session all of whose blocks are written."""
+        """Remove a session's entry if no block of it is left to write."""
         if not self.sessions.get(name):
             self.sessions.pop(name, None)
 

@@ -239,7 +239,7 @@ class RedisLedger:
         return bool(self._wanted or self._refused)
 
     def next_use_s(self, name: SessionName, now: float) -> float:
-        """Return when a session is expected to be used, in Unix time."""
+        """Return the Unix time at which a session is expected to be used next."""
         return self._unix_offset_s + now + (self._returns.gap_s(name) or _UNKNOWN_GAP_S)
 
     def is_uploading(self, name: SessionName) -> bool:

@@ -70,7 +70,7 @@ class Saves:
         self._orders.add(SealSlot(ticket, slot, num_rows if row is not None else 0))
 
     def cancel(self, key: BlockKey) -> None:
-        """Discard a block that is being saved, when its save ends."""
+        """Let the save of a block end without effect: when it has ended, its slot is given back."""
         ticket = self._saving.pop(key, None)
         if ticket is not None:
             self._dirty.changes += 1

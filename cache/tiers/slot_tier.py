@@ -13,9 +13,9 @@ from reprise.cache.tiers.slots import SlotPool
 
 
 class SlotTier:
-    """The ledger of one part of DRAM: the slots for rows (`dram`) or, with a codec, those for compressed blocks
-    (`coded`). Dram and the CacheManager's other parts call it, on the engine's thread. With no slots everything is a
-    no-op.
+    """The ledger of one part of DRAM: the slots for uncompressed blocks, that is rows of KV (`dram`), or with a codec
+    those for compressed blocks (`coded`). Dram and the CacheManager's other parts call it, on the engine's thread. With
+    no slots everything is a no-op.
 
     A block may be in both. Then its rows, which are exact, are loaded. They can be evicted without a loss when their
     slot is wanted, because the compressed copy covers them.

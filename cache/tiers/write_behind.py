@@ -210,11 +210,11 @@ class WriteBehind:
         self._dirty.may_leave = retry_s > 0
 
     def disk_given_up(self) -> None:
-        """Let blocks leave DRAM without having been written."""
+        """Let blocks leave DRAM without having been written, because the disk is not used."""
         self._refused_until(self._retry_s or 1.0)
 
     def disk_taken(self) -> None:
-        """Write what waits, at once."""
+        """Let the next `plan` write the blocks that have waited for the disk, which is used again."""
         self._refused_until(0.0)
         self._dirty.changes += 1
 

@@ -37,7 +37,7 @@ class Captured:
 
 @dataclass(frozen=True, slots=True)
 class SavedRows:
-    """The places at which layers save the rows of a step themselves, while they compute them. blocks: by layer, the
+    """The slots into which the kernels of layers save the rows of a step while they compute them. blocks: by layer, the
     DRAM slots as uint16 [slots, K of a block's rows, then V]. spots int64 [rows, 2]: for each row of the batch, the
     slot and the row in it; slot -1 where it is not to be saved."""
 

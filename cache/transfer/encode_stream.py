@@ -25,7 +25,7 @@ class EncodeStream:
         self._log = RareLog()
 
     def put(self, order: EncodeBlocks) -> None:
-        """Queue blocks to be compressed, after those queued earlier."""
+        """Queue blocks to be compressed. They are compressed in the order of these calls."""
         self._orders.put(order)
 
     def close(self) -> None:

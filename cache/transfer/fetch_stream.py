@@ -34,7 +34,7 @@ class FetchStream(ABC):
         self._log = RareLog()
 
     def put(self, order: FetchBlocks | FetchRemote) -> None:
-        """Queue a fetch, after those queued earlier."""
+        """Queue a fetch into DRAM. Fetches are made in the order of these calls."""
         self._orders.put(order)
 
     def close(self) -> None:

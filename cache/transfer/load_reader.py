@@ -22,7 +22,8 @@ class LoadReader:
     only `run` waits for its bytes."""
 
     def __init__(self, *, queue: LoadQueue, slab: Slab, tier: str, make: MakeSource, completions: Events) -> None:
-        """Set up. make: returns the source of a part of a load."""
+        """Set up. tier: "disk" or "redis". make: returns the source of a part of a load, from which its bytes are
+        read."""
         self._queue, self._changed = queue, queue.changed
         self._slab, self._tier, self._make = slab, tier, make
         self._completions = completions
@@ -30,7 +31,7 @@ class LoadReader:
         self._log = RareLog()
 
     def run(self) -> None:
-        """Read until the queue is closed."""
+        """Read the layers of loads from this tier into memory, until the queue of loads is closed and empty."""
         while (part := self._next()) is not None:
             started = time.perf_counter()
             source: LandedSource | None = None  # not the last part's, should this one's fail to be made

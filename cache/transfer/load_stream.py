@@ -118,7 +118,8 @@ class LoadStream:
             log.warning("the device has no memory to decode a block: what is coded is computed as long as that is so")
 
     def place_next(self, rotations: KeyRotations, stream: DeviceStream) -> bool:
-        """Wait for a layer and place it. Returns False if no more will come."""
+        """Wait for the next layer that has arrived and write it into pages of HBM. Returns False if no more layers will
+        come."""
         return self._placer.place_next(rotations, stream)
 
     def reader_of(self, blocks: Sequence[BlockLoad]) -> SlotReader:

@@ -34,7 +34,7 @@ class WriteStream:
         self._looked_at: deque[WriteOrder | None] = deque()  # taken from `_orders`, to be done before the rest
 
     def put(self, order: WriteOrder) -> None:
-        """Queue a write or a deletion. It is done after those queued earlier."""
+        """Queue a write or a deletion on disk. Orders are carried out in the order of these calls."""
         self._orders.put(order)
 
     def close(self) -> None:

@@ -40,7 +40,7 @@ class UploadStream:
         self._orders: SimpleQueue[UploadExtent | None] = SimpleQueue()
 
     def put(self, order: UploadExtent) -> None:
-        """Queue an upload, after those queued earlier."""
+        """Queue the upload of one extent from disk to Redis. Uploads are made in the order of these calls."""
         self._orders.put(order)
 
     def close(self) -> None:
@@ -94,7 +94,7 @@ class RemoteCalls:
         self._used_bytes = 0
 
     def put(self, order: Call) -> None:
-        """Queue a call, after those queued earlier."""
+        """Queue a call to Redis. Calls are made in the order in which they were queued."""
         self._orders.put(order)
 
     def close(self) -> None:
