@@ -159,7 +159,8 @@ class CacheManager:
         )
 
     def on_event(self, event: Event, now: float) -> None:
-        """Record an event of the transfer threads: a move has ended, or bytes were moved or lost."""
+        """Record an event of the transfer threads: a move has ended, or bytes were moved or lost. now: seconds on the
+        engine's monotonic clock."""
         tiers = self.tiers
         match event:
             case Saved():
@@ -202,8 +203,8 @@ class CacheManager:
     def plan(self, line: WaitingLine, starting: int, now: float) -> None:
         """Decide what is done while the next step runs: give up loads that would take longer than computing, save
         blocks that found no slot before, fetch for waiting turns (AttentionStore §3.3), write the KV that turns have
-        left, and make room. The first `starting` requests in line get a place in the batch: they load for themselves,
-        layer by layer."""
+        left, and make room. line: the waiting requests. The first `starting` of them get a place in the batch: they
+        load for themselves, layer by layer. now: seconds on the engine's monotonic clock."""
         # Each part is skipped when there is nothing to do, as in most steps.
         tiers = self.tiers
         self._loads.now = self.parking.now = now

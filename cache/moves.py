@@ -47,7 +47,7 @@ class BlockLoad:
 
     @property
     def source(self) -> TierName:
-        """The tier that the block comes from."""
+        """The tier that the block comes from: dram, coded (compressed, in DRAM), disk or redis."""
         if self.extent is not None:
             return "disk"
         if self.redis is not None:
@@ -333,8 +333,9 @@ class DiskGivenUp:
 
 @dataclass(frozen=True, slots=True)
 class DiskTaken:
-    """Reports that the disk is used. extents, records: what was found on it if it is used for the first time; None: it
-    had been given up, and holds what it held. capacity_bytes: the most that it may hold."""
+    """Reports that the disk is used from now on. extents, records: what was found on it, if this process uses it for
+    the first time. Otherwise extents is None: the disk had been given up, and its contents are as before.
+    capacity_bytes: the most that it may hold."""
 
     capacity_bytes: int
     extents: Sequence[ExtentInfo] | None = None

@@ -148,7 +148,8 @@ class Rates:
             self._step.update(tokens, seconds)
 
     def moved(self, direction: str, num_bytes: int, seconds: float) -> None:
-        """Record a transfer that has ended. A transfer without bytes or duration is ignored."""
+        """Record a transfer that has ended. direction: such as "disk_to_hbm". A transfer without bytes or duration is
+        ignored."""
         if num_bytes <= 0 or seconds <= 0:
             return
         self.version += 1
@@ -176,16 +177,17 @@ class Rates:
         self._passes[direction] = 0
 
     def passed_over(self, direction: str) -> None:
-        """Record that a request computes what it could have loaded. A link that is never used is never measured, and
-        would seem slow for ever; so its evidence loses weight, and now and then a block is loaded to measure it."""
+        """Record that a request computes what it could have loaded in this direction, such as "disk_to_hbm". A link
+        that is never used is never measured, and would seem slow for ever; so its evidence loses weight, and now and
+        then a block is loaded to measure it."""
         self.version += 1
         self._passes[direction] += 1
         self._transfers[direction].fade()
 
     def is_look_due(self, direction: str) -> bool:
-        """Return whether to load the next block that this direction could bring, whatever that seems to cost, to
-        measure the direction again. After a single late load, which any device has now and then, the answer is soon
-        True; after each further late load, more loads must have been passed over."""
+        """Return whether a direction, such as "disk_to_hbm", is to be measured again by loading the next block that it
+        could bring, even if computing seems faster. After a single late load, which any device has now and then, the
+        answer is soon True; after each further late load, more loads must have been passed over."""
         late = self._late[direction]
         return self._passes[direction] >= (min(1 << late, _PASSED_LOADS) if late else _PASSED_LOADS)
 
@@ -206,7 +208,7 @@ class Rates:
         return self._step.of(tokens)
 
     def bytes_per_s(self, direction: str) -> float:
-        """Return the bytes per second of a transfer, without its fixed seconds."""
+        """Return the bytes per second of a transfer, without its fixed seconds. direction: such as "disk_to_hbm"."""
         return 1 / self._transfers[direction].s_per_unit
 
     def load_s(self, direction: str, num_bytes: int) -> float:

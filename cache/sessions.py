@@ -283,7 +283,7 @@ class SessionStore:
 
     def sweep(self, now: float, most: float = _SWEEP_BATCH) -> int:
         """Delete from every tier the sessions that were not used for their time to live, with the blocks that only they
-        own. Forget the oldest sessions if there are too many. Returns how many are gone. At most `most` expire; the
+        own. Forget the oldest sessions if there are too many. Returns how many were removed. At most `most` expire; the
         next sweep continues."""
         before = len(self.contexts)
         forgotten: list[SessionName] = []

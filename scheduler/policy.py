@@ -8,7 +8,8 @@ from reprise.scheduler.queues.waiting_queue import WaitingQueue
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """A policy as `Scheduler` takes it. `reprise.scheduler.make_policy` makes it by its name."""
+    """A scheduling policy: the order of the waiting requests, and the choices that belong to it.
+    `reprise.scheduler.make_policy` makes it by its name."""
 
     queue: WaitingQueue
     """The order in which waiting requests start."""

@@ -133,7 +133,7 @@ class RunningBatch:
         draft.has_decodes = bool(decoding)
 
     def prefill(self, draft: StepDraft) -> None:
-        """Add chunks of the prompts that are already running to the step, as far as its budget goes."""
+        """Add chunks of the running sequences' prompts to the step, as far as its budget goes."""
         for sequence in draft.prefills:
             if sequence.state is not SequenceState.RUNNING:
                 continue

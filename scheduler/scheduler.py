@@ -47,7 +47,8 @@ class Scheduler:
         cost: StepCost,
         limits: SchedulerLimits,
     ) -> None:
-        """Set up an empty scheduler. policy: the order of the waiting requests, and what comes with it."""
+        """Set up an empty scheduler. policy: the order of the waiting requests, when their early loads begin, and
+        whether tenants share the batch fairly."""
         self._cache = cache
         self._limits = limits
         self.cost = cost
@@ -216,7 +217,8 @@ class Scheduler:
 
     def schedule(self, now: float) -> Schedule:
         """Return the next step. If sequences run or wait, an empty step means that all of them wait for KV or room that
-        is on its way. That holds only if every single sequence fits into HBM, which the engine checks on arrival."""
+        is on its way. That holds only if every single sequence fits into HBM, which the engine checks on arrival. now:
+        seconds on the clock of `Sequence.arrived_s`."""
         self._learn(now - self._began_s)
         step = self._decode(now)
         self._lacks_room = False

@@ -36,8 +36,8 @@ class Waiting:
         self.count += 1
 
     def next(self, skipped: Container[Sequence]) -> Sequence | None:
-        """Return the sequence that starts next if those in `skipped` cannot start now. None: no other may start before
-        them."""
+        """Return the sequence that starts next, leaving out those in `skipped`, which cannot start now. None if no
+        other may start before them, or none is left."""
         if self.favoured is not None and self.favoured not in skipped:
             return self.favoured
         return next((s for s in self.resumed if s not in skipped), None) or self.queue.best(skipped)

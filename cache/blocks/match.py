@@ -29,8 +29,8 @@ class Match:
         return used
 
     def first(self, num_blocks: int) -> "Match":
-        """Return the match without what comes after its first `num_blocks` blocks. The block that matches only in part
-        counts as its last."""
+        """Return the match cut to its first `num_blocks` blocks. The block that matches only in part counts as the last
+        one."""
         if num_blocks > len(self.rows):
             return self
         return Match(self.rows[:num_blocks], None, 0)

@@ -32,7 +32,7 @@ class EvictionPolicy(Protocol):
         ...
 
     def forget(self, session: Hashable) -> None:
-        """Remove a session that is gone or expired from its blocks' owners. An unknown session is ignored."""
+        """Remove a session that was deleted or has expired from its blocks' owners. An unknown session is ignored."""
         ...
 
     def look_ahead(self, upcoming: Sequence[Hashable], changed: Collection[Hashable] | None = None) -> None:

@@ -130,8 +130,8 @@ class Lifecycle:
         return self._opener.forget_unreadable(context)
 
     def truncate(self, request_id: str) -> int:
-        """Drop history of a running request that has filled the window in the middle of its generation. It has to be
-        admitted anew. Returns the number of tokens dropped. Raises DoesNotFit."""
+        """Drop history of a running request that has filled the window in the middle of its generation. The request
+        loses its pages and has to be admitted again. Returns the number of tokens dropped. Raises DoesNotFit."""
         context = self._running[request_id]
         self._publisher.preempt(context)
         return self._opener.shorten(context)

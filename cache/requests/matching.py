@@ -18,9 +18,9 @@ _NEAR_DIRECTIONS = ("dram_to_hbm", "coded_to_hbm")  # directions without the dis
 
 
 class Matcher:
-    """A finder of what is stored of a context. The SchedulerView and the Placer ask it, on the engine's thread. They
-    ask for a prompt several times before its first token, so the answer and the reasons for misses are noted in the
-    context; nothing else is changed."""
+    """A finder of the leading blocks of a context that are stored. The SchedulerView and the Placer ask it, on the
+    engine's thread. They ask for a prompt several times before its first token, so the answer and the reasons for
+    misses are noted in the context; nothing else is changed."""
 
     def __init__(self, *, tiers: Hierarchy, rates: Rates, parking: Parking, options: CacheOptions) -> None:
         self._table, self._hbm, self._form, self._disk = tiers.table, tiers.hbm, tiers.form, tiers.disk
@@ -33,8 +33,8 @@ class Matcher:
         self._only_slots = options.only_as_computed and tiers.dram.rows.is_on
 
     def match(self, context: RequestContext) -> RememberedMatch:
-        """Return what is stored of a context, and what of that is worth loading. While the context waits, the last
-        answer is returned again as long as it is valid."""
+        """Return which leading blocks of a context are stored, and which of them are in HBM or worth loading. While the
+        context waits, the last answer is returned again as long as it is valid."""
         basis = self._basis(context)
         answer = None if context.rows.pages else context.reuse.remembered
         if answer is None or answer.basis != basis or answer.rates_version not in (None, self._rates.version):
@@ -190,7 +190,7 @@ class Matcher:
         return self._form.comes_coded(row)
 
     def residency(self, context: RequestContext) -> ResidencyValue:
-        """Return where the KV of a context without pages lies, and what has to be moved or computed."""
+        """Return how many tokens of a context without pages each tier has, and what has to be loaded or computed."""
         match = self.match(context).chosen
         tokens = self.tokens_by_tier(match)
         hbm = tokens.pop("hbm", 0)

@@ -32,9 +32,9 @@ class Placer:
         self._reuse = reuse
 
     def admit(self, context: RequestContext, num_tokens: int) -> int | None:
-        """Give a context pages for what is stored of it and `num_tokens` more. Returns the number of leading tokens
-        that need no computing; None if there is no room, which changes nothing. Whole pages that match are shared. The
-        rest is copied, loaded, or taken over in place if no other request can see it."""
+        """Give a context pages for its stored leading tokens and for `num_tokens` more. Returns the number of leading
+        tokens that need no computing; None if there is no room, which changes nothing. Whole pages that match are
+        shared. The rest is copied, loaded, or taken over in place if no other request can see it."""
         assert not context.rows.pages, "admitted twice"
         answer = self._matcher.match(context)
         match = answer.chosen

@@ -103,8 +103,7 @@ class Saver:
             self._save(row, slot)
 
     def catch_up(self) -> None:
-        """Save blocks that found no slot before, as far as slots are free now, so that a busy minute loses no
-        history."""
+        """Save blocks for which no DRAM slot was free before, as far as slots are free now."""
         while self.put_off and self._rows.num_free:
             key = next(iter(self.put_off))
             row = self._table.get(key)

@@ -67,7 +67,7 @@ class SchedulerView:
     # --- room ---------------------------------------------------------------------------------------------------------
 
     def admit(self, request_id: str, num_tokens: int) -> int | None:
-        """Give a request pages for what is stored of it and `num_tokens` more, as `Placer.admit` does."""
+        """Give a request pages for its stored leading tokens and for `num_tokens` more, as `Placer.admit` does."""
         return self._placer.admit(self._running[request_id], num_tokens)
 
     def grow(self, request_id: str, num_tokens: int) -> int:

@@ -59,8 +59,8 @@ class Regulars:
         self._pasts.pop(name, None)
 
     def due(self, now: float) -> SessionName | None:
-        """Return the session that is due first among those whose next turn may come at any moment and that were not
-        marked by `served`; None if there is none."""
+        """Return the session whose turn is predicted first, of those that are due at `now` and were not marked by
+        `served`; None if there is none."""
         while self._coming and self._coming[0].due_s <= now:
             coming = self._coming[0]
             past = self._pasts.get(coming.name)

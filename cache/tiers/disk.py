@@ -76,7 +76,8 @@ class DiskLedger:
     # --- what is there ------------------------------------------------------------------------------------------------
 
     def add(self, extent: ExtentInfo, keys: Sequence[BlockKey]) -> None:
-        """Record an extent that was written with these blocks."""
+        """Record an extent that was written. keys: its blocks, in order. Those that are still stored, have an owner and
+        no other copy on disk are read from it from now on. If there are none, the extent is deleted."""
         self._extents[extent.extent_id] = _Extent({}, extent.size_bytes, len(extent.blocks))
         self.used_bytes += extent.size_bytes
         for index, key in enumerate(keys):

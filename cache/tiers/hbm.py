@@ -130,9 +130,10 @@ class HbmPool:
         num_tokens: int,
         parked: Collection[int] | None = None,
     ) -> Placement | None:
-        """Give a context its pages: those of the match, shared, copied or to be loaded, then free pages. Returns None,
-        and changes nothing, if there is no room. num_tokens: length of the whole context, whose later pages should lie
-        adjacent to these. parked: for a context larger than HBM, the indices of the pages that it does without."""
+        """Give a context its pages: first those of the match, which are shared, copied or to be loaded, then free
+        pages. Returns None, and changes nothing, if there is no room. num_tokens: length of the whole context, whose
+        later pages should lie adjacent to these. parked: for a context larger than HBM, the indices of the pages that
+        it does without."""
         groups = self._group_by_page(match)
         claimed = self._claims(groups)
         per_page, num_parked = self.page_size // BLOCK_TOKENS, len(parked or ())

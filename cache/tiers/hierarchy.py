@@ -131,7 +131,7 @@ class Hierarchy:
             self.below[tier].touch(row)
 
     def bytes_in(self, row: BlockRow, medium: str) -> int:
-        """Return the bytes that a block takes in DRAM, on disk or in Redis."""
+        """Return the bytes that a block takes in one tier. medium: dram, disk or redis."""
         tiers = (tier for name, tier in self.below.items() if name in row.copies and medium_of(name) == medium)
         if medium != "dram" and self.form.is_coded_below(row):
             return self.form.block_bytes

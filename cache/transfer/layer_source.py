@@ -255,8 +255,8 @@ class LandedSource(ABC):
         return self._view[start : start + len(self.blocks) * self._sizes[layer]]
 
     def prepare(self, layer: int, *, together: bool) -> list[BlockKey]:
-        """Check and decode a layer of compressed blocks or activations. Returns the blocks whose bytes are not what was
-        stored."""
+        """Check and decode a layer of compressed blocks or activations. together: whether to use torch's team of
+        threads. Returns the blocks whose bytes are not what was stored."""
         if self._decoder is None:
             return []
         altered = self._altered(layer)

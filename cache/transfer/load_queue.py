@@ -16,7 +16,7 @@ from reprise.cache.transfer.loader import Loader
 
 @dataclass(slots=True, eq=False)
 class LoadJob:
-    """A load under way. It has one part for each tier, and for compressed and raw blocks in it: one to six."""
+    """A load under way. It has one part for each tier and kind of block (compressed or not): one to six."""
 
     job_id: int
     after: Fence  # after everything that has used its pages before

@@ -48,7 +48,9 @@ class SaveStream:
         compute: DeviceStream,
         completions: Events,
     ) -> None:
-        """Set up. compute: the stream of the steps whose rows are saved."""
+        """Set up. synchronous: whether `save` waits until the rows are in DRAM. max_backlog_bytes: bytes of earlier
+        steps' rows that may wait to be saved; with more, `save` waits. compute: the stream of the steps whose rows are
+        saved."""
         self._pages, self._slab = pages, slab
         self._device = pages[0].k.device
         self._throttle = throttle
@@ -82,8 +84,9 @@ class SaveStream:
             compile_for(slab.parts(range(slab.num_layers)), self._device)
 
     def places(self, pieces: list[CapturePiece], num_rows: int) -> SavedRows | None:
-        """Return where kernels may save the rows of a step while they compute them; None: only `save` can. The rows
-        must not depend on a load under way. Call `save` after the step in both cases."""
+        """Return where kernels may save the rows of a step while they compute them; None: only `save` can. pieces:
+        which rows of the batch go to which slots. num_rows: rows of the batch. The rows must not depend on a load under
+        way. Call `save` after the step in both cases."""
         if self._blocks is None:
             return None
         if num_rows == 1 and pieces:  # most steps while one client is served, where microseconds count

@@ -77,7 +77,9 @@ class Transfer:
         max_backlog_bytes: int,
         streams: DeviceStreams | None = None,
     ) -> None:
-        """Set up. streams: the device's streams; None: those of the pages' device."""
+        """Set up. links: caps between HBM and DRAM. rotations: makes the rotator of keys for one thread.
+        read_buffer_layers: how many layers may be loaded before the request runs; negative: all. synchronous,
+        max_backlog_bytes: as for `SaveStream`. streams: the device's streams; None: those of the pages' device."""
         slab, coded, disk = stores.slab, stores.coded, stores.disk
         self._pages = pages
         self._slab = slab
@@ -187,7 +189,8 @@ class Transfer:
         return self._saves.placed_bytes
 
     def places(self, pieces: list[CapturePiece], num_rows: int) -> SavedRows | None:
-        """Return where kernels may save the rows of a step while they compute them; None: only `save` can."""
+        """Return where kernels may save the rows of a step while they compute them; None: only `save` can. pieces:
+        which rows of the batch go to which slots. num_rows: rows of the batch."""
         return self._saves.places(pieces, num_rows)
 
     def reader_of(self, blocks: Sequence[BlockLoad]) -> SlotReader:

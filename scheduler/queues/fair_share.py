@@ -113,7 +113,7 @@ class FairShare:
                 self._is_current, self._outdated = True, max(1, self._outdated)
 
     def first(self) -> Sequence | None:
-        """Return the next request; None if there is none."""
+        """Return the request that starts next; None if no request waits."""
         tenants = [tenant for tenant in self._tenants.values() if tenant.waiting]
         if not tenants:
             return None

@@ -31,8 +31,8 @@ class WaitingQueue(Protocol):
         ...
 
     def best(self, skipped: Container[Sequence]) -> Sequence | None:
-        """Return the request that starts next if those in `skipped` cannot start now. None: no other may start before
-        them."""
+        """Return the request that starts next, leaving out those in `skipped`, which cannot start now. None if no other
+        may start before them, or none is left."""
         ...
 
     def may_be_passed(self, sequence: Sequence, now: float) -> bool:
