@@ -286,8 +286,7 @@ class CacheManager:
 
     @property
     def reached(self) -> tuple[int, int]:
-        """The numbers of DRAM slots and HBM pages, (slots, pages), counted from the first, beyond which none was ever
-        used."""
+        """The numbers of leading (DRAM slots, HBM pages) that may have been used; none after these ever was."""
         return self.tiers.dram.rows.reached, self.tiers.pages.reached
 
     def pages_are_ready(self, num_pages: int) -> None:
@@ -315,7 +314,8 @@ class CacheManager:
 
     @property
     def in_flight(self) -> int:
-        """The number of saves, encodings, loads, fetches, writes and deletions under way; 0 when idle."""
+        """The number of saves, encodings, loads, fetches, writes, uploads and deletions under way and of sessions to be
+        recorded; 0 when idle."""
         return self.tiers.in_flight + len(self._loads.under_way)
 
     def gauges(self) -> CacheGauges:

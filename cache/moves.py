@@ -265,7 +265,8 @@ class Saved(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class NotTransferred:
     """Reports bytes that were not moved, because the disk or Redis failed or the load was given up. seconds: how long
-    it took until that was known."""
+    moving them would have taken at the least, which is the time until the failure or, for a load, the time of the whole
+    load at its pace so far."""
 
     direction: str
     num_bytes: int

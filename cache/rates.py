@@ -162,9 +162,9 @@ class Rates:
         self._passes[direction] = 0
 
     def late(self, direction: str, num_bytes: int, seconds: float) -> None:
-        """Record a transfer that failed or was given up after `seconds`, so that it would have taken at least as long.
-        If that is slower than expected, it replaces the estimates of all directions that begin at the same tier (such
-        as disk_to_dram and disk_to_hbm). In a mean with twenty transfers it would hardly show, and the next transfers
+        """Record a transfer that failed or was given up. seconds: how long it would have taken at the least. If that is
+        slower than expected, it replaces the estimates of all directions that begin at the same tier (such as
+        disk_to_dram and disk_to_hbm). In a mean with twenty transfers it would hardly show, and the next transfers
         would be late too."""
         if num_bytes <= 0 or seconds <= 0:
             return

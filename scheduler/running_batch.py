@@ -16,8 +16,8 @@ from reprise.scheduler.waiting import Waiting
 
 class RunningBatch:
     """The sequences that run. When HBM is full, the pages that waiting sequences hold for early loads are taken back
-    first. Then the running sequence that arrived last is preempted, and waits ahead of the queue. Single-threaded, part
-    of the Scheduler."""
+    first. Then a running sequence is preempted, which `Tenants.to_give_way` chooses, and waits ahead of the queue.
+    Single-threaded, part of the Scheduler."""
 
     def __init__(
         self,
@@ -195,7 +195,7 @@ class RunningBatch:
         self._tenants.stopped(sequence)
 
     def _make_room(self, sequence: Sequence, num_tokens: int, draft: StepDraft) -> bool:
-        """Reserve rows in HBM for a running sequence, preempting sequences if need be, the latest arrival first. Return
+        """Reserve rows in HBM for a running sequence, preempting sequences if need be (`Tenants.to_give_way`). Return
         False if the sequence was itself preempted, or shall skip this step because pages will be free soon."""
         while not (room := self._cache.grow(sequence.request_id, num_tokens)):
             if self._early.withdraw_last():

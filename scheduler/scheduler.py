@@ -32,10 +32,11 @@ class Scheduler:
 
     Every step decodes all running sequences, then spends the rest of the budget on prompts: first of running sequences,
     then of waiting ones in the order of `queue`. When HBM is full, the sequence that arrived last is preempted and
-    waits ahead of the queue; what it computed stays cached (`RunningBatch`). While all places in the batch are taken,
-    the next waiting sequences get pages early, so that their KV is loaded while others run (`LoadAhead`); they give the
-    pages back when running sequences need them. If places are shared fairly, a tenant that has nothing running does not
-    wait until another's requests have ended (`GivingWay`). Pure: single-threaded, no clock of its own.
+    waits ahead of the queue; if places are shared fairly, that is the last one of the tenants with the most running.
+    What it computed stays cached (`RunningBatch`). While all places in the batch are taken, the next waiting sequences
+    get pages early, so that their KV is loaded while others run (`LoadAhead`); they give the pages back when running
+    sequences need them. If places are shared fairly, a tenant that has nothing running does not wait until another's
+    requests have ended (`GivingWay`). Pure: single-threaded, no clock of its own.
     """
 
     def __init__(

@@ -142,8 +142,8 @@ class Matcher:
         return f"{row.source}_to_hbm"
 
     def note_passed_over(self, answer: RememberedMatch) -> None:
-        """Tell the rates of a direction that was not used, if a request is admitted with less than what is stored and
-        so computes a block that it could have loaded."""
+        """Record in the rates that a request, as it is admitted, computes a block that it could have loaded, if that is
+        so. answer: what `match` returned."""
         found, num_chosen = answer.found.used, len(answer.chosen.used)
         if num_chosen < len(found):
             self._rates.passed_over(self._source(found[num_chosen][0]))

@@ -213,8 +213,8 @@ class HbmPool:
         return pages
 
     def settle(self, key: BlockKey, page: int, offset: int, position: int, *, hop: bool) -> None:
-        """Record that a block has arrived in a page on which a request runs. hop: whether the block's keys were
-        un-rotated on the way."""
+        """Record that a block has arrived in a page on which a request runs. offset: the block's first row in the page.
+        position: the one for which its keys are rotated now. hop: whether the keys were un-rotated on the way."""
         row = self.table.get(key)
         if row is None or (row.page is not None and row.position == position):
             return

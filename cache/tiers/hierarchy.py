@@ -200,8 +200,8 @@ class Hierarchy:
 
     @property
     def in_flight(self) -> int:
-        """The number of saves, encodings, fetches, writes and deletions under way and of sessions to be recorded; 0
-        when idle."""
+        """The number of saves, encodings, fetches, writes, uploads and deletions under way and of sessions to be
+        recorded; 0 when idle."""
         return (
             self.dram.in_flight
             + self.fetches.in_flight

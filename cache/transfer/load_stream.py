@@ -191,7 +191,7 @@ class LoadStream:
 
     def wait_layer(self, job_id: int, layer: int, timeout_s: float) -> bool:
         """Wait until layer `layer` of a load has arrived or failed, for at most `timeout_s` seconds. Returns whether it
-        has. Places layers itself that the step has to place."""
+        has. Layers that the step has to write into pages of HBM itself are written here."""
         load = self._loads.get(job_id)
         if load is None or load.arrived > layer:
             return True

@@ -75,7 +75,7 @@ def _wanted_rows(capture: CapturedRows) -> Tensor | None:
 
 
 def as_words(rows: Tensor) -> Tensor:
-    """View the same memory in elements of eight bytes if possible: copying by index takes its time per element."""
+    """View the same memory in elements of eight bytes if possible, because copying by index takes time per element."""
     per_word = 8 // rows.element_size()
     strides = (*rows.stride()[:-1], rows.storage_offset())
     if rows.stride(-1) != 1 or rows.shape[-1] % per_word or any(stride % per_word for stride in strides):

@@ -13,7 +13,8 @@ from reprise.cache.transfer.loader import Loader, PagePool
 
 
 class SlotReader:
-    """A reader of some blocks, whose slots are pinned. Used by the engine's thread, on its current stream."""
+    """A reader of parked blocks, which a context larger than HBM has in pinned DRAM slots only. Used by the engine's
+    thread, on its current stream."""
 
     def __init__(
         self,

@@ -223,7 +223,8 @@ class RedisConnection:
     # --- in -----------------------------------------------------------------------------------------------------------
 
     def read(self, *, max_bytes: int = MAX_REPLY_BYTES) -> Reply:
-        """Return the next reply; an error as a RedisRefusal. All values in it together may have `max_bytes`."""
+        """Return the next reply; an error as a RedisRefusal. The values in it may have at most `max_bytes` bytes
+        together."""
         try:
             reply = self._read(time.monotonic() + self._deadline_s, _Allowed(max_bytes))
         except RedisFailed:
