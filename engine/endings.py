@@ -52,7 +52,7 @@ class Endings:
         self.close(choice, max(0, sequence.prompt_tokens + keep_tokens - sequence.dropped_tokens))
 
     def end_computed(self, choices: Iterable[RunningChoice]) -> None:
-        """End choices whose requests wanted only the KV, now that it is computed."""
+        """End choices of which only the KV was to be computed, and no token drawn."""
         for choice in choices:
             if choice.report is not None:
                 self._cache.stats.count_prompt(choice.report)
@@ -68,7 +68,8 @@ class Endings:
         return choice.failed("the model produced no valid distribution for the next token")
 
     def end_hopeless(self) -> list[Output]:
-        """End choices whose contexts are larger than HBM and have waited for room in DRAM for too long."""
+        """End choices whose contexts are larger than HBM and have waited too long for room in DRAM. Returns their error
+        outputs."""
         outputs = []
         for sequence_id in self._cache.parking.take_hopeless():
             choice = self._choices.get(sequence_id)

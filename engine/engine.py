@@ -93,8 +93,8 @@ class Engine:
         return self._cache.in_flight > 0
 
     def poll(self, now: float) -> list[SessionReply]:
-        """Record which transfers have ended, and start those that come next. Called in every turn of the loop, even
-        without work. Returns answers to session requests that have become ready."""
+        """Tell the cache which transfers of KV have ended, and start the transfers that are due. Called in every turn
+        of the loop, even without work. Returns answers to session requests that have become ready."""
         self._step.order_next(now)
         if not self.has_work():
             # Poll twice when idle: a save that has just ended can be written to disk now, not during the next
@@ -103,16 +103,16 @@ class Engine:
         return self._sessions.take_replies() if self._sessions.unanswered else []
 
     def step(self, now: float, before_long: Callable[[], None] = lambda: None) -> list[Output]:
-        """Run one batch. If it raises, call `fail_all`. before_long: called when it is known what runs, before a step
-        with which a long prompt begins."""
+        """Run one batch. If it raises, call `fail_all`. before_long: called once the step is scheduled, if it is long
+        and is the first step of some request."""
         refused: list[Output] = []
         if self._requests.held or self._cache.parking.hopeless:
             refused = self._requests.before_step(now)
         return refused + self._step.run(now, before_long)
 
     def idle(self, now: float) -> None:
-        """Expire sessions, touch memory that will be needed for the first time, and check that no page stays pinned
-        when nothing runs."""
+        """Do what is due about once a second: expire sessions, touch memory that will be needed for the first time, and
+        log an error if pages stay pinned when nothing runs."""
         choices = self._requests.choices
         self._cache.sessions.sweep(now)
         self._first_touch.go_on(*self._cache.reached, lambda: bool(choices))

@@ -35,7 +35,7 @@ class StatsSources:
 
 
 def collect(parts: StatsSources) -> Stats:
-    """Return everything that the parts of an engine have counted until now."""
+    """Return the counts of all parts of an engine, as the Stats that the engine sends to the app."""
     scheduler, cache, verifier, weights = parts.scheduler, parts.cache, parts.verifier, parts.compute.runner.weights
     gauges, stats = cache.gauges(), cache.stats
     verdict = None if verifier is None else verifier.verdict

@@ -63,8 +63,8 @@ class Intake:
         return outputs
 
     def queue_uncompiled(self, now: float) -> list[Output]:
-        """Queue requests that still wait for their grammars, without the grammars. Only for requests of which no
-        further token will be sampled."""
+        """Queue requests that still wait for their grammars, without their grammars. Call it only when all requests are
+        about to be ended: no token may be sampled for these."""
         return [output for request in self._grammars.take_all() for output in self._queue(request, None, now)]
 
     def fail_uncompiled(self, message: str) -> list[Output]:

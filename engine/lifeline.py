@@ -29,8 +29,8 @@ def _read_exactly(fd: int, length: int) -> bytes:
 
 
 def die_with_parent(stdin: int) -> None:
-    """Start a thread that exits the process as soon as the parent is gone, however it ended. An orphan would keep the
-    memory and answer no request."""
+    """Start a thread that exits the process at the end of `stdin`, which comes when the parent is gone, however it
+    ended. An orphan would keep the memory and answer no request. Later reads of `stdin` find it empty."""
     lifeline = os.dup(stdin)
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), stdin)  # libraries and compilers that read stdin must not touch the lifeline

@@ -21,8 +21,8 @@ MAX_HEAD_BYTES = 8 << 20  # largest head of a session: a context of 4 MiB, and t
 
 
 class Launch(msgspec.Struct, frozen=True, kw_only=True):
-    """The app's order to start: the settings, and where to connect. It is the only frame on the engine's stdin, after
-    its length (4 bytes, big endian). Stdin then stays open for as long as the app lives."""
+    """The app's order to start an engine: the settings, and where to connect. It is the only frame on the engine's
+    stdin, after its length (4 bytes, big endian). Stdin then stays open for as long as the app lives."""
 
     wire_version: int
     endpoint: str  # ZeroMQ, bound by the app; another one for every engine process
@@ -230,7 +230,7 @@ class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Timings(msgspec.Struct, frozen=True, kw_only=True):
-    """The milliseconds that a choice spent inside the engine, and about how many it was spared."""
+    """The milliseconds that a choice spent inside the engine, and an estimate of those that cached KV saved it."""
 
     queue_ms: float  # arrival -> first scheduled
     load_ms: float
@@ -240,7 +240,7 @@ class Timings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
-    """The progress of a prompt before its first token."""
+    """The state of a prompt before its first token: how much of it is read, and what is ahead of it."""
 
     prompt_tokens: int
     read_tokens: int  # tokens whose KV is in HBM, found or computed; 0 while it waits
@@ -306,7 +306,7 @@ class Outputs(msgspec.Struct, frozen=True, tag="outputs"):
 
 
 class WaitingInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """One of the waiting requests that start before all others, for the live view."""
+    """A waiting request near the front of the queue, as the live view shows it."""
 
     request_id: str
     tenant: str
@@ -322,7 +322,7 @@ class WaitingInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SchedulerState(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of the queue, and what the scheduler has done since the start."""
+    """The front of the queue, and counts of what the scheduler has done since the start."""
 
     policy: str
     front: list[WaitingInfo]  # next first
@@ -333,8 +333,9 @@ class SchedulerState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CodecChecks(msgspec.Struct, frozen=True, kw_only=True):
-    """The results of the shadow check of KV that a codec has changed: the engine recomputes a sample of the loaded KV
-    and compares the predictions. Divergences are in nats per token, without the part that rounding alone brings."""
+    """The results of the shadow check, in which the engine recomputes a sample of the KV that was loaded through a
+    codec and compares the model's predictions. Divergences are in nats per token, without the part that rounding alone
+    causes."""
 
     counts: list[int]  # checks by bucket (`DIVERGENCE_BOUNDS`); the last: checks above all bounds
     total: float  # divergence of all checks

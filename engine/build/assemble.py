@@ -50,7 +50,8 @@ def assemble(
     scheduler: Scheduler,
     unix_offset_s: float,
 ) -> Engine:
-    """Put the parts of an engine together. unix_offset_s: seconds from the monotonic clock to Unix time."""
+    """Make an Engine from parts that are built already: model, memory, tiers, cache and scheduler. unix_offset_s:
+    seconds to add to the monotonic clock to get Unix time."""
     choices = RunningChoices()
     tables = BlockTables(max_seqs=config.scheduler.max_seqs, max_pages=-(-room.max_context // probed.page_size))
     drafter = _drafter(config.scheduler.draft_tokens, loaded, room, warm)

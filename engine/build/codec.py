@@ -18,8 +18,9 @@ other data instead of KV."""
 
 
 def choose_codec(config: CacheConfig, subject: Subject, *, tokenizer: Path, fingerprint: bytes) -> ChosenCodec:
-    """Return the codec that the settings ask for. tokenizer: the model's `tokenizer.json`; fingerprint: the model's.
-    Raises ModelRefused."""
+    """Return the codec that compresses KV below HBM, as `cache.codec` asks; a ChosenCodec without one for `raw`, and
+    where `cache.mode` is not attentionstore. tokenizer: path of the model's `tokenizer.json`; fingerprint: bytes that
+    identify the model. Raises ModelRefused if the codec cannot be used with the model."""
     if config.codec == "raw" or config.mode != "attentionstore":
         return ChosenCodec()
     if config.codec == "activation":
@@ -28,18 +29,18 @@ def choose_codec(config: CacheConfig, subject: Subject, *, tokenizer: Path, fing
 
 
 def coded_fingerprint(model: bytes, codec: str) -> bytes:
-    """Return the fingerprint that names KV: the model's, combined with the name of the codec unless that is `raw`. So a
-    server with another codec never finds KV that this codec has compressed, or that was computed on KV that it has
-    compressed."""
+    """Return the fingerprint under which KV is stored: the model's, combined with the name of the codec unless that is
+    `raw`. So a server with another codec never finds KV that this codec has compressed, nor KV that was computed after
+    such KV."""
     if codec == "raw":
         return model
     return blake2b(typed_fields("reprise-codec", model, codec), digest_size=len(model)).digest()
 
 
 def selected_fingerprint(model: bytes, config: SelectorConfig) -> bytes:
-    """Return the fingerprint that names KV: the model's, combined with the selector's if there is one, because a
-    selector changes the KV computed after it. So a server that reads contexts otherwise, or whole, never finds that
-    KV."""
+    """Return the fingerprint under which KV is stored: the model's, combined with the selector's settings if there is a
+    selector. A selector has decode steps read parts of long contexts, which changes the KV computed after them. So a
+    server with another selector, or with none, never finds that KV."""
     if config.name == "none":
         return model
     fields = typed_fields("reprise-selector", model, config.name, config.min_context, repr(config.share))

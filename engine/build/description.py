@@ -29,7 +29,8 @@ _MOST_MEMORY_BYTES = 6 << 30
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """Facts about a model. refused: why it is not served, empty if it is; instead: what is served in its place."""
+    """The facts about a model that its files tell before its weights are read. refused: why it is not served; empty: it
+    is served. instead: what is served in its place."""
 
     model_type: str
     refused: str = ""
@@ -45,8 +46,8 @@ class Description:
 
 
 def describe(model: str) -> Description:
-    """Describe a model given as a directory, a GGUF file or a hub id. Of the latter, only the configuration and the
-    tokenizer are fetched."""
+    """Describe a model given as a directory, a GGUF file or a hub id. Of a hub model, only the configuration and the
+    tokenizer are fetched. A model that is not served is described by its `refused`; nothing is raised for it."""
     path = Path(model).expanduser()
     try:
         if path.suffix == GGUF_SUFFIX and path.is_file():
@@ -77,8 +78,8 @@ def _directory(model: str, path: Path) -> Path:
 
 
 def _describe(config: Any, check: Callable[[], object]) -> Description:
-    """Describe the model of a configuration, which decides first; then the table of known types. check: raises
-    ModelRefused if the checkpoint is not served."""
+    """Describe the model of a configuration. `check` and the configuration's contents may refuse it first, the table of
+    known types after them. check: raises ModelRefused if the checkpoint is not served."""
     name = str(config.model_type)
     known = KNOWN_TYPES.get(name)
     try:

@@ -7,8 +7,8 @@ from reprise.engine.model.graph_runner import PlanMaker
 
 
 def why_eager(config: EngineConfig, loaded: LoadedModel, probed: ProbedModel) -> str:
-    """Return the settings that make every step on CUDA eager, so that Python launches its kernels one by one; empty if
-    none does. The text is for people and uses the settings' names."""
+    """Return the settings that keep steps on CUDA from being replayed as CUDA graphs, so that Python launches their
+    kernels one by one; empty if none does. The text is for people and uses the settings' names."""
     found = {
         # A graph has rows that are over, and a product of more rows may round otherwise.
         "model.exact on": config.model.exact == "on",

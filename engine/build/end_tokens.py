@@ -28,8 +28,8 @@ after it."""
 
 
 def further_end_ids(directory: Path, *, vocab_size: int) -> tuple[int, ...]:
-    """Return the ids of the tokenizer's `eos_token`, and of the tokens that end a turn and that the chat template
-    mentions. What cannot be read adds none."""
+    """Return the ids of tokens that end an answer besides those in the model's settings: the tokenizer's `eos_token`,
+    and the tokens for the end of a turn that the chat template mentions. Files that cannot be read add none."""
     config = _json(directory / "tokenizer_config.json", _MAX_CONFIG_BYTES)
     template = _template(directory, config)
     eos = config.get("eos_token")

@@ -42,9 +42,10 @@ class ReadyModel:
 def build_engine(
     config: EngineConfig, go_on: Callable[[], None] = lambda: None, ready: ReadyModel | None = None
 ) -> Engine:
-    """Load the model, probe it (can our attention run it?), find room for KV, allocate that, run the first steps, and
-    compose the engine. go_on: long work calls it every now and then. ready: a model that was loaded and probed before,
-    for the same settings of the model and without ranks. Raises ModelRefused with a message for people."""
+    """Load the model, probe it (check that our attention can run it), find room for KV, allocate that, run the first
+    steps, and compose the engine. go_on: called now and then during long work, to show that the start goes on. ready: a
+    model that was loaded and probed before, for the same settings of the model and without ranks. Raises ModelRefused
+    with a message for people."""
     if config.model.tensor_parallel > 1:
         from reprise.engine.build.shared import build_shared
 

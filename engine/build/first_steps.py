@@ -40,7 +40,7 @@ _FREE_PROOF_S = 3.0  # longest proof at a start that was not asked for
 
 @dataclass(frozen=True, slots=True)
 class WarmModel:
-    """A model that has already run on the pages from which it will be served."""
+    """A model that has run trial steps on the pages from which it will be served, with the results of these steps."""
 
     runner: ModelRunner
     sink: CaptureSink | None  # None while there is no tier below HBM
@@ -62,10 +62,10 @@ def warm_up(
     *,
     remembered_in: str | Path,
 ) -> WarmModel:
-    """Run the trial steps of an engine's start on pages that are not in use yet, and tell the tiers' rates, which price
-    computing against loading, how long steps take. remembered_in: the directory that keeps the steps' results; empty:
-    nothing is kept. Raises ModelRefused if model.exact is on and it is not proven that a row's result depends on its
-    own tokens alone."""
+    """Run the trial steps of an engine's start, on pages that are not in use yet. Their measured times go to
+    `tiers.rates`, which compares the time to compute KV with the time to load it. remembered_in: the directory that
+    keeps the steps' results; empty: nothing is kept. Raises ModelRefused if model.exact is on and it is not proven that
+    a row's result depends on its own tokens alone."""
     device, page_size = loaded.device, probed.page_size
     sink = CaptureSink() if tiers.num_slots else None
     shown: dict[str, Any] = {"sink": sink}

@@ -17,8 +17,9 @@ _DECODED_BLOCKS = 256  # a device takes as long for a few
 
 
 def link_rates(device: torch.device, stream: DeviceStream, *, most_gbps: float = 0.0) -> dict[str, float]:
-    """Return the measured bytes per second of page-locked memory for each direction (`dram_to_hbm`, `hbm_to_dram`).
-    stream: the calling thread's. most_gbps: cap of loads in 10^9 bytes per second; 0: none."""
+    """Return the measured bytes per second of copies between page-locked memory and the device, for each direction
+    (`dram_to_hbm`, `hbm_to_dram`). stream: the device stream on which the calling thread's copies run. most_gbps: cap
+    of the rates in 10^9 bytes per second; 0: none."""
     on_host = torch.zeros(_COPIED_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda")
     on_device = torch.zeros(_COPIED_BYTES, dtype=torch.uint8, device=device)
     rates = {}
@@ -43,8 +44,8 @@ class Decoding:
 
 def decoding(coded: CodedSlab, slab: Slab, stream: DeviceStream) -> Decoding | None:
     """Return how fast the device decodes blocks that the codec has compressed, from the time for one block and for many
-    after a first run. Returns None where the CPU decodes, or if there is no memory for many blocks. stream: the calling
-    thread's."""
+    after a first run. Returns None where the CPU decodes, or if there is no memory for many blocks. stream: the device
+    stream on which the calling thread decodes."""
     if coded.decodes.device.type == "cpu" or not slab.num_slots:
         return None
     times_s = []

@@ -84,7 +84,8 @@ class LoadedModel:
 
     @property
     def hbm_weight_bytes(self) -> int:
-        """The bytes of the weights that stay in HBM, and of the buffers through which the weights in DRAM pass."""
+        """The bytes of the weights that stay in HBM, and of the HBM buffers into which the weights of the other layers
+        are copied from DRAM in every step."""
         all_bytes = self.weight_bytes
         return all_bytes if self.offloaded is None else all_bytes - self.dram_weight_bytes + self.offloaded.buffer_bytes
 
@@ -94,13 +95,13 @@ class LoadedModel:
 
     @property
     def weights(self) -> Mapping[str, Any]:
-        """Return all weights by name, from HBM and DRAM, as they are before packing."""
+        """All weights by name, from HBM and DRAM, in the form that they have before packing."""
         return {**self.module.state_dict(), **({} if self.offloaded is None else self.offloaded.tensors())}
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """The token ids that end a text, from generation_config or else from the config, of a wrapper that of its
-        text; and those by which tokenizer and chat template end a turn."""
+        """The token ids that end a text, from generation_config, else from the model's config, else from that of its
+        language model; and the ids by which the tokenizer and the chat template end a turn."""
         holders = (getattr(self.module, "generation_config", None), self.module.config, self.text)
         values = (getattr(holder, "eos_token_id", None) for holder in holders)
         value = next((value for value in values if value is not None), ())
@@ -112,7 +113,8 @@ class LoadedModel:
 
     @property
     def media_token_ids(self) -> tuple[int, ...]:
-        """The token ids that stand for images and the like in the prompts of a wrapper, whose text is served."""
+        """The token ids that stand for images, videos and sounds in prompts of a multimodal model. Only its language
+        model is served, so prompts must not contain them."""
         return tuple(
             token_id for token_id in media_token_ids(read_config(self.path)) if token_id < self.text.vocab_size
         )
@@ -140,7 +142,7 @@ class ProbedModel:
 
     @property
     def coded_bytes(self) -> float:
-        """The size of a stored block as a share of the block's size in HBM rows; 1 without a codec."""
+        """The stored size of a block as a share of its size as computed KV; 1 if KV is stored as it is computed."""
         coded = self.coded_segment_bytes
         if coded is None:
             return self.stored_bytes_per_token / self.kv_bytes_per_token
@@ -148,8 +150,8 @@ class ProbedModel:
 
     @property
     def stored_bytes_per_token(self) -> int:
-        """The bytes that a token's rows take below HBM, over all layers and ranks, before a codec: of KV, or of
-        activations."""
+        """The bytes that a token takes in the tiers below HBM, over all layers and ranks, before a codec compresses
+        them: the bytes of its KV, or of its activations where these are stored instead."""
         made = self.codec.projection
         return self.kv_bytes_per_token if made is None else made.bytes_per_token
 
@@ -189,13 +191,14 @@ def load(config: EngineConfig, rank: int = 0, rendezvous: str = "") -> LoadedMod
 
 
 def find_files(config: EngineConfig) -> Path:
-    """Return the directory of the model as `load` will load it. Raises ModelRefused."""
+    """Return the directory of the model that `load` will load, after fetching, converting or packing its files where
+    needed. Raises ModelRefused."""
     return _files(config, _device(config.device))[0]
 
 
 def _files(config: EngineConfig, device: torch.device) -> tuple[Path, torch.dtype]:
-    """Return the directory of the model, whose weights are packed or not, as `model.weights` demands, and the type in
-    which the model computes. Raises ModelRefused."""
+    """Return the directory of the model, with its weights packed or unpacked as `model.weights` demands, and the type
+    in which the model computes. Raises ModelRefused."""
     wanted, kept = config.model.weights, Path(config.cache.disk_dir) / "models"
     dtype = _dtype(config.model.dtype, device)
     # A CPU without products in bf16 is faster in fp32. But packed weights have kernels for bf16 alone, which add up in
@@ -256,7 +259,7 @@ def _offloaded(module: nn.Module, hbm_layers: int, device: torch.device, link: T
 
 def probe_model(loaded: LoadedModel, config: EngineConfig, go_on: Callable[[], None] = lambda: None) -> ProbedModel:
     """Find an attention that computes what the model asks for, and replace modules that are slow on a CPU. Changes the
-    model. go_on: long work calls it every now and then. Raises ModelRefused."""
+    model. go_on: called now and then during long work, to show that the start goes on. Raises ModelRefused."""
     module, device = loaded.module, loaded.device
     try:
         backend, page_size, found = find_attention(module, device)

@@ -48,8 +48,9 @@ class _Measured(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
 
 def choose_pages(config: CacheConfig, subject: Subject, *, tokenizer: Path, fingerprint: bytes) -> ChosenPages:
-    """Return the format that the settings ask for, unless it changes answers by more than `cache.codec_budget`.
-    tokenizer: the model's `tokenizer.json`; fingerprint: the model's. Raises ModelRefused."""
+    """Return the format of KV pages in HBM that the settings ask for; the model's own dtype instead of int8 if int8
+    changes answers by more than `cache.codec_budget`. tokenizer: path of the model's `tokenizer.json`; fingerprint:
+    bytes that identify the model. Raises ModelRefused if the model or the device cannot have int8 pages."""
     if config.hbm_dtype != "int8":
         return ChosenPages(PageFormat(subject.dtype))
     if next(subject.model.parameters()).device.type != "cpu" or subject.dtype != torch.bfloat16:
@@ -70,8 +71,8 @@ def choose_pages(config: CacheConfig, subject: Subject, *, tokenizer: Path, fing
 
 
 def paged_fingerprint(model: bytes, pages: ChosenPages) -> bytes:
-    """Return the fingerprint that names KV: the model's, combined with the format of its pages if they are packed as
-    int8, because packed pages change the KV computed after them."""
+    """Return the fingerprint under which KV is stored: the model's, combined with the format of its pages if they are
+    packed as int8, because packed pages change the KV computed after them."""
     if not pages.is_packed:
         return model
     return blake2b(typed_fields("reprise-pages", model, "int8", _VERSION), digest_size=len(model)).digest()

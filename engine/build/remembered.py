@@ -77,8 +77,8 @@ class Remembered:
 
 
 def key_of(*parts: object) -> str:
-    """Return a key of these parts, this machine and this code, under which the results of first steps are
-    remembered."""
+    """Return the key under which results of first steps are kept: a digest of these parts, the machine, the libraries
+    and the code."""
     everything = (*parts, torch.get_num_threads(), _processor(), *map(_version_of, _LIBRARIES), _code())
     return hashlib.blake2b(repr(everything).encode(), digest_size=16).hexdigest()
 

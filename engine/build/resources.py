@@ -59,9 +59,9 @@ def disk_room(directory: Path, min_free_bytes: int) -> int:
 
 
 def within(seconds: float, work: Callable[[], T]) -> T:
-    """Return or raise what `work` does, which asks a disk something and may hang. It runs in a daemon thread. Raises
-    TimeoutError if it takes longer than `seconds`; the thread then stays for as long as the call hangs. For a few calls
-    at a start: `reprise.cache.storage.io_threads` bounds how many threads may hang."""
+    """Call `work`, which asks a disk something and may hang, in a daemon thread, and return its result or raise its
+    error. Raises TimeoutError if it takes longer than `seconds`; the thread then stays for as long as the call hangs.
+    For a few calls at a start: `reprise.cache.storage.io_threads` bounds how many threads may hang."""
     ended = threading.Event()
     results: list[T] = []
     errors: list[BaseException] = []
@@ -82,9 +82,9 @@ def within(seconds: float, work: Callable[[], T]) -> T:
 
 
 def within_groups(machine: Memory, own: str, root: Path) -> Memory:
-    """Return the part of the machine's memory that control groups leave. own: the text of /proc/self/cgroup; root:
-    where control groups are mounted. A group's limit holds for all groups below it, so each one on the way up counts. A
-    limit that cannot be read counts as none."""
+    """Return the part of the machine's memory that control groups leave to this process. own: the text of
+    /proc/self/cgroup; root: where control groups are mounted. A group's limit holds for all groups below it, so each
+    one on the way up counts. A limit that cannot be read counts as none."""
     total, available = machine.total, machine.available
     for directory, version in _groups(own, root):
         limit, used = (_number(directory / name) for name in (version.limit, version.used))

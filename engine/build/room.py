@@ -40,7 +40,8 @@ class Room:
 
 
 def find_room(config: EngineConfig, loaded: LoadedModel, probed: ProbedModel) -> Room:
-    """Return the window, pages and sizes of an engine. Raises ModelRefused if HBM is too small."""
+    """Return the context window, the number of HBM pages and the sizes of the tiers of an engine. Raises ModelRefused
+    if HBM is too small."""
     device, warnings = loaded.device, list[str]()
     on_cpu = device.type == "cpu"
     if not probed.found.decouplable:
@@ -71,7 +72,7 @@ def find_room(config: EngineConfig, loaded: LoadedModel, probed: ProbedModel) ->
 
 
 def coding_of(config: CacheConfig, loaded: LoadedModel, probed: ProbedModel) -> int:
-    """Return the bytes of memory that encoding blocks takes besides the tiers."""
+    """Return the bytes of memory that compressing blocks with the codec takes besides the tiers' own memory."""
     if config.mode != "attentionstore":
         return 0
     shapes = [LayerShape(s.kv_heads, s.k_dim, s.v_dim) for s in probed.found.shapes]

@@ -26,8 +26,9 @@ def build_scheduler(
     max_context: int,
     most_tokens: int | None = None,
 ) -> Scheduler:
-    """Make the scheduler. least_chunk_tokens: size of a prompt's chunk below which matrix products are inefficient on
-    this machine. most_tokens: largest step; None: no limit."""
+    """Make the scheduler from the settings and the measured rates. step_tokens: token budget of a step.
+    least_chunk_tokens: size of a prompt's chunk below which matrix products are inefficient on this machine.
+    most_tokens: largest step; None: no limit."""
     lone_tokens = lone_step_tokens(config, step_tokens)
     if most_tokens is not None:
         step_tokens, lone_tokens = min(step_tokens, most_tokens), min(lone_tokens, most_tokens)
@@ -66,8 +67,8 @@ def build_scheduler(
 
 
 def lone_step_tokens(config: EngineConfig, step_tokens: int) -> int:
-    """Return the budget, in tokens, of a step in which no sequence decodes. step_tokens: the budget of any other
-    step."""
+    """Return the token budget of a step in which only prompts are computed and no sequence decodes. step_tokens: the
+    budget of any other step."""
     return step_tokens * (1 if config.step_tokens else _LONE_STEP_FACTOR)
 
 

@@ -27,8 +27,9 @@ def build_selector(
     num_pages: int,
     max_context: int,
 ) -> Selecting | None:
-    """Make the selector and install it in the runner. Overwrites pages from 0 on, which must not be in use. Returns
-    None where contexts are read whole. Raises ModelRefused."""
+    """Make the selector of the context rows that decode steps read, calibrate it and install it in the runner.
+    Overwrites pages from 0 on, which must not be in use. Returns None if the settings name no selector, so that
+    contexts are read whole. Raises ModelRefused."""
     settings = config.selector
     make = SELECTORS[settings.name]
     if make is None:

@@ -62,12 +62,12 @@ def automatic_sizes(
     stored_bytes_per_token: int | None = None,
     coding: int = 0,
 ) -> Sizes:
-    """Return the sizes of the tiers for a model.
+    """Return the sizes of the tiers that the settings leave open, for a model.
 
     memory: bytes that were available before its load. device_memory: bytes of the accelerator that the weights leave
     free; None if the model runs on the CPU. weights: bytes of the machine's memory that the weights take. disk: most
-    bytes of cache files. hbm_tokens: the setting, or 0. stored_bytes_per_token: bytes of a token's rows below HBM;
-    None: as many as in HBM. coding: the result of `coding_bytes`.
+    bytes of cache files. hbm_tokens: tokens that HBM has to hold by the settings, or 0. stored_bytes_per_token: bytes
+    that a token takes below HBM; None: as many as in HBM. coding: the result of `coding_bytes`.
     """
     stored_bytes = kv_bytes_per_token if stored_bytes_per_token is None else stored_bytes_per_token
     on_cpu = device_memory is None
@@ -92,7 +92,7 @@ def automatic_sizes(
 
 
 def dram_warnings(dram_tokens: int, hbm_tokens: int, window_tokens: int) -> list[str]:
-    """Return warnings about a DRAM tier that is too small to be of use."""
+    """Return warnings for people if DRAM holds less than one context window, or less than HBM. Sizes in tokens."""
     if dram_tokens < window_tokens:
         why = f"one window of {window_tokens:,}: a conversation that fills it does not fit"
     elif dram_tokens < hbm_tokens:

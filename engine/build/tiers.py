@@ -167,8 +167,9 @@ def build_tiers(
 
 
 def mean_session_blocks(extents: Sequence[ExtentInfo]) -> float:
-    """Return the mean number of blocks per session in `extents`, which a disk has kept; 0 if there are none. A session
-    counts one block that is not full, however many of its turns have left such a block on disk."""
+    """Return the mean number of blocks per session in `extents`, the files that a disk has kept; 0 if there are none.
+    Each session counts its full blocks and one that is not full, however many such blocks its turns have left on
+    disk."""
     full = Counter[tuple[str, str, str]]()
     for extent in extents:
         full[extent.session.names] += sum(not block.is_open for block in extent.blocks)

@@ -109,7 +109,7 @@ def load_weights(path: Path, dtype: torch.dtype, device: torch.device, num_ranks
 
 def read_packed_config(path: Path) -> Any:
     """Return the configuration of the model in a packed directory. Raises ModelRefused for a model that is not served,
-    and where the configuration says that its weights are quantised in another way."""
+    and if the configuration has a quantization_config, which contradicts the packed weights."""
     config = read_architecture(path)
     if getattr(config, "quantization_config", None) is not None:
         raise ModelRefused(
@@ -120,8 +120,8 @@ def read_packed_config(path: Path) -> Any:
 
 
 def quantised_form(path: Path) -> str:
-    """Return the format in which the weights of the model in a directory are quantised, for people; empty if they are
-    not. Raises ModelRefused for one that is not read."""
+    """Return the name, for people, of the format in which the weights in a model directory are quantised; empty if they
+    are not. Raises ModelRefused for a format that cannot be read."""
     from reprise.engine.packed.sources.checkpoint import SourceRefused
     from reprise.engine.packed.sources.source import check_quantisation
 
@@ -134,9 +134,9 @@ def quantised_form(path: Path) -> str:
 
 
 def pack_weights(path: Path, conversions: Path, weights: str, device: torch.device) -> Path:
-    """Return a directory with the same weights packed, made once: to q4 or q8, or with auto as a quantised checkpoint
-    has them. device: on which they will be computed with. Raises ModelRefused, also where its memory or the disk is too
-    small to make them."""
+    """Return a directory with the same weights packed, made at the first call and kept. weights: q4 or q8, or auto to
+    keep the codes of a quantised checkpoint. device: the device that will compute with them. Raises ModelRefused, also
+    where the device's memory or the disk is too small."""
     from reprise.engine.packed.from_directory import packed
 
     if is_packed(path):
@@ -152,8 +152,9 @@ def pack_weights(path: Path, conversions: Path, weights: str, device: torch.devi
 def unpack_weights(
     path: Path, conversions: Path, dtype: torch.dtype, device: torch.device, num_devices: int = 1
 ) -> Path:
-    """Return a directory with the weights of a quantised checkpoint as numbers of bf16, made once. dtype, device,
-    num_devices: how and where they will be loaded. Raises ModelRefused, also where memory or the disk is too small."""
+    """Return a directory with the weights of a quantised checkpoint as numbers of bf16, made at the first call and
+    kept. dtype, device, num_devices: how and where they will be loaded. Raises ModelRefused, also where memory or the
+    disk is too small."""
     from reprise.engine.packed.dequantised import dequantised, dequantised_path
     from reprise.engine.packed.sources.source import of_checkpoint
 

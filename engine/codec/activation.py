@@ -33,8 +33,8 @@ _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.01, torch.float16: 0.002}
 
 @dataclass(frozen=True, slots=True)
 class LayerProjection:
-    """A function that makes a layer's keys [rows, kv_heads * k_dim], without position, and values from activations
-    [rows, width]."""
+    """A function that computes a layer's keys [rows, kv_heads * k_dim], before rotation, and its values from
+    activations [rows, width]."""
 
     shape: KvShape
     width: int
@@ -55,8 +55,8 @@ class LayerProjection:
 
 
 class KvProjection:
-    """A converter that makes K and V from activations in all layers. Implements
-    `reprise.kernels.codecs.codec.Projection`; a Decoder calls it."""
+    """A decoder that computes K and V of all layers from activations, which the tiers below HBM store in place of KV.
+    Implements `reprise.kernels.codecs.codec.Projection`; a Decoder calls it."""
 
     name = "activation"
 

@@ -63,8 +63,8 @@ class _Listener:
         return self._backend.forward(q, kv, meta, params)
 
     def energy(self, layer: int, rope: RopeSource | None) -> Tensor:
-        """Return the mean square of a layer's queries [kv_heads, k_dim], averaged over the two dims that the rotation
-        turns as a pair."""
+        """Return the mean square of a layer's queries [kv_heads, k_dim], averaged over the dims that a rotation mixes.
+        rope: the layer's rotation; None: it has none, and nothing is averaged over dims."""
         known = self._sums[layer]
         assert known is not None
         energy = known / self._rows[layer]

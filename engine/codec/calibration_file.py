@@ -20,7 +20,7 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 class _About(msgspec.Struct, forbid_unknown_fields=True):
-    """The description of the arrays in the file, and the codec's measured divergence."""
+    """The part of the file that describes its arrays, with the codec's measured divergence."""
 
     version: int
     model: str  # fingerprint

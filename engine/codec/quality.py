@@ -56,8 +56,8 @@ class Quality:
 
     @classmethod
     def added(cls, parts: Sequence["Quality"]) -> "Quality":
-        """Join the results of several texts. Their histories must be equally long, because `refused`, the share of
-        blocks that the codec could not compress, is averaged."""
+        """Join the results of several texts into one. Their histories must be equally long, because `refused`, the
+        share of blocks that the codec could not compress, is averaged."""
         return cls(
             divergence=torch.cat([part.divergence for part in parts]),
             same_choice=torch.cat([part.same_choice for part in parts]),
@@ -69,7 +69,7 @@ class Quality:
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A model to be measured, which has been loaded, prepared and probed."""
+    """A loaded, prepared and probed model, on which codecs and page formats are measured."""
 
     model: nn.Module
     backend: AttentionBackend
@@ -118,8 +118,8 @@ class HistoryCoder:
 
     @torch.inference_mode()
     def go_on(self, token_ids: Tensor, start: int) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-        """Compute tokens after a history of `start` tokens. Returns their log probabilities, as `score` does, and their
-        K and V, as `compute` does."""
+        """Compute tokens after a history of `start` tokens. Returns (log probabilities as from `score`, K and V of
+        these tokens as from `compute`)."""
         self._forget_seen()
         logits = self._run(token_ids, start, logit_rows=len(token_ids), listens=True)
         return logits.float().log_softmax(-1), self._stored()
@@ -235,8 +235,9 @@ def pages_quality(subject: Subject, texts: Sequence[Tensor], page_format: PageFo
 
 
 def compared(raw: Tensor, coded: Tensor, token_ids: Tensor, refused: float) -> Quality:
-    """Return how much a codec changes what the model says of `token_ids`. raw, coded: what `score` returns for them,
-    after the unchanged history and after the one that the codec changed. refused: share of blocks that it refused."""
+    """Return how much a codec changes the model's predictions of `token_ids`. raw, coded: the log probabilities from
+    `score`, after the unchanged history and after the one that the codec changed. refused: share of blocks that the
+    codec could not compress."""
     wanted = token_ids[1:]
     return Quality(
         divergence=(raw.exp() * (raw - coded)).sum(-1).cpu(),

@@ -59,8 +59,8 @@ def load(path: Path) -> Refusal | None:
 
 
 def refuses(refusal: Refusal | None, *, made_of: str, codec: str | None) -> bool:
-    """Return whether a refusal holds for the codec named `codec`. None stands for any codec that calibration would find
-    now. made_of: digest of the text with which calibration would work."""
+    """Return whether a refusal holds for the codec named `codec`. codec: None stands for any codec that calibration
+    could find now. made_of: digest of the text with which calibration would work now."""
     if refusal is None or not refusal.made_of:
         return refusal is not None
     return refusal.made_of == made_of if codec is None else refusal.codec == codec

@@ -14,7 +14,8 @@ _END = "\n%%\n"  # separates documents, which are learned from and scored in tur
 
 
 def text_digest() -> str:
-    """Return a digest of the calibration text, because another release may ship another text."""
+    """Return a digest of the calibration text. It is stored with results of calibration, which do not hold for the text
+    of another release."""
     return blake2b(_TEXT.read_bytes(), digest_size=16).hexdigest()
 
 

@@ -37,8 +37,8 @@ class CodecVerdict:
         return sum(self._last) / len(self._last) if self._last else None
 
     def hear(self, divergence: float, rounding: float) -> bool:
-        """Record a check. divergence: nats per token between the answers. rounding: the part that rounding alone
-        brings. Returns whether this check condemns the codec."""
+        """Record a check. divergence: nats per token between the answers with loaded KV and with recomputed KV.
+        rounding: the part of it that rounding alone causes. Returns whether this check condemns the codec."""
         excess = divergence - rounding
         excess = min(excess, _MOST_NATS) if math.isfinite(excess) else _MOST_NATS
         self._last.append(excess)
@@ -52,7 +52,7 @@ class CodecVerdict:
         return self.is_condemned
 
     def report(self) -> CodecChecks:
-        """Return the checks so far in the struct that the engine sends to the app."""
+        """Return the results of all checks so far, in the struct that the engine sends to the app."""
         return CodecChecks(
             counts=list(self._counts),
             total=self._total,

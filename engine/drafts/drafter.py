@@ -130,8 +130,9 @@ class Acceptance:
             self._before.learn(matched, drafted, accepted)
 
     def forget(self, matched: int) -> None:
-        """Record that a draft was not worth the rows that it would add to a step. The counts for drafts with as many
-        matched tokens are reduced, so that these are tried again later."""
+        """Record that a draft was not computed, because its expected tokens were not worth the step's additional rows.
+        This weakens what was learned of drafts with `matched` matching tokens, so that such drafts are tried again
+        later."""
         kind = _class_of(matched)
         self._seen[kind] *= _DRIFT_SHARE
         self._right[kind] *= _DRIFT_SHARE
@@ -142,8 +143,8 @@ def _class_of(matched: int) -> int:
 
 
 class StepTimes:
-    """An estimate of the seconds of steps that only decode, by their number of rows: a straight line through recent
-    steps."""
+    """An estimate of how many seconds a step that only decodes takes, by its number of rows: a straight line through
+    recent steps."""
 
     def __init__(self) -> None:
         self._sums = np.zeros(5)  # sums of 1, rows, seconds, rows * rows, rows * seconds
@@ -214,7 +215,8 @@ class Drafter:
     `reprise.engine.step.ports.DraftMaker`; the step calls it, on the engine's thread."""
 
     def __init__(self, *, most_tokens: int, most_rows: int, max_context: int) -> None:
-        """Begin without evidence. most_tokens: of a draft. most_rows: of a step with drafts."""
+        """Begin without evidence of how drafts fare. most_tokens: of a draft. most_rows: of a step with drafts.
+        max_context: longest context in tokens."""
         self._most_tokens, self._most_rows, self._max_context = most_tokens, most_rows, max_context
         self._times, self._before = StepTimes(), Acceptance()
         self._drafting: dict[str, _Drafting] = {}  # state of each sequence

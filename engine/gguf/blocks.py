@@ -107,8 +107,8 @@ _FORMATS: dict[int, tuple[Bits, int, Callable[[Tensor], _Parts]]] = {
 
 
 def is_kept(kind: int) -> bool:
-    """Return whether weights of this ggml format can be computed with the file's own codes, without being quantised
-    anew."""
+    """Return whether weights of the ggml format `kind` can stay packed with the file's own codes, without being
+    quantised again."""
     return kind in _FORMATS
 
 

@@ -20,8 +20,9 @@ log = logging.getLogger(__name__)
 
 
 def write(file: GgufFile, out: Path, write_packed: WritePacked | None = None) -> None:
-    """Write the model in bfloat16, its tokenizer and configuration. write_packed: writes weights that stay packed as
-    they are in the file, where they can be found in it. Raises GgufRefused, OSError."""
+    """Write into `out` the model in bfloat16, its tokenizer and its configuration, as transformers reads them from the
+    file. write_packed: writes weights that stay packed as they are in the file, where they can be found in it. Raises
+    GgufRefused, OSError."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
     from transformers.utils.logging import disable_progress_bar
 

@@ -93,8 +93,8 @@ class LlamaShape:
 
 
 def read_shape(file: GgufFile) -> LlamaShape:
-    """Return the model's dimensions (layers, heads, widths) as the file's metadata gives them, after checking that the
-    tensors have these sizes. Raises GgufRefused."""
+    """Return the model's dimensions (layers, heads, widths) from the file's metadata. Raises GgufRefused if the file's
+    tensors do not have these sizes."""
 
     def size(key: str, default: int | None = None) -> int:
         value = file.get(f"{ARCHITECTURE}.{key}", int, default)

@@ -115,7 +115,8 @@ class GgufFile:
             yield first, found
 
     def get(self, key: str, kind: type, default: Any = None) -> Any:
-        """Return the value of a key. If it is there, it must be of the given type. Raises GgufRefused."""
+        """Return the value of a metadata key, or `default` if the key is missing. Raises GgufRefused if the value is
+        not of type `kind`."""
         value = self.metadata.get(key, default)
         fits = isinstance(value, kind) and isinstance(value, bool) == (kind is bool)
         if value is not default and not fits:

@@ -13,7 +13,8 @@ from reprise.kernels.attention.ragged_batch import AttentionMeta
 
 @dataclass(frozen=True, slots=True)
 class BatchItem:
-    """One sequence's part of a step: `token_ids` go to rows first_row, first_row + 1, ... of its context."""
+    """One sequence's part of a step: `token_ids`, to be computed as the rows from `first_row` on of the sequence's
+    context."""
 
     request_id: str
     token_ids: list[int]
@@ -54,8 +55,9 @@ class BatchInput:
 
 
 class BlockTables:
-    """A table with one row of page numbers per running sequence, extended in place: converting lists of pages to a
-    tensor in every step took more than half of the scheduling time. Used by the thread that runs the model."""
+    """A table of page numbers, with one row for each running sequence. Rows are extended in place: converting lists of
+    pages to a tensor in every step took more than half of the scheduling time. Used by the thread that runs the
+    model."""
 
     _numbers = count()  # shared by all tables, since a selector outlives a table and must not confuse numbers
 
@@ -67,7 +69,8 @@ class BlockTables:
         self._owners: dict[str, int] = {}
 
     def row(self, request_id: str, pages: list[int]) -> int:
-        """Return the index of the sequence's row, after updating the row with `pages`."""
+        """Return the index of a sequence's row of the table, after adding its new pages. pages: all pages of the
+        sequence so far."""
         row = self._rows.get(request_id)
         if row is None:
             row = self._rows[request_id] = self._free.pop()
@@ -98,7 +101,8 @@ class BlockTables:
 
 
 def build_batch(items: list[BatchItem], tables: BlockTables, page_size: int, device: torch.device) -> BatchInput:
-    """Build the input of a forward pass. Costs a few microseconds per item, plus numpy work on the tokens."""
+    """Build the flat input of a forward pass over the tokens of all items, on `device`. tables: gets the items' pages.
+    Costs a few microseconds per item, plus numpy work on the tokens."""
     query_lens = [len(item.token_ids) for item in items]
     context_lens = [item.first_row + len(item.token_ids) for item in items]
     rows = [tables.row(item.request_id, item.pages) for item in items]

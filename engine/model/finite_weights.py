@@ -11,8 +11,8 @@ from reprise.engine.model.checkpoint_files import checkpoint_files
 
 
 def weight_not_finite(weights: Mapping[str, Any], path: Path) -> str | None:
-    """Say which weight of a model has a number that is not finite, and in which file; None if all are finite. Reads all
-    weights. path: the directory they came from."""
+    """Return a text that names a weight with a number that is not finite, and its file; None if all numbers are finite.
+    Reads all weights. path: the directory they came from."""
     for name, weight in weights.items():
         if weight.is_floating_point() and not weight.isfinite().all():
             return f"the weight {name} of {_file_of(name, path)} has a number that is not finite"

@@ -146,7 +146,7 @@ class GraphRunner(ModelRunner):
     def forward(
         self, batch: BatchInput, arrive: Callable[[int], None] | None, saved: SavedRows | None = None
     ) -> Tensor:
-        """Return logits as `ModelRunner.forward` does, by a graph if there is one for the step."""
+        """Return logits as `ModelRunner.forward` does, by replaying a CUDA graph if there is one for the step."""
         if arrive is not None or saved is not None or not self._can_replay(batch):
             return super().forward(batch.to(self._device), arrive, saved)
         rows = batch.token_ids.shape[0]

@@ -182,9 +182,8 @@ def attend(step: Step, layer: int, queries: Tensor, keys: Tensor, values: Tensor
 
 
 def in_part(step: Step, layer: int, queries: Tensor, pages: KvPages, params: AttentionParams) -> AttentionParams:
-    """Return a layer's attention parameters, to which the context rows that its sequences read are added, where the
-    step has a selector that chooses them. The step's keys have been written to their pages. queries [tokens, heads,
-    k_dim], rotated."""
+    """Return a layer's attention parameters, with the context rows that the step's selector chooses for each sequence
+    if it has a selector. The step's keys have been written to their pages. queries [tokens, heads, k_dim], rotated."""
     if step.selection is None:
         return params
     scaled = queries[step.selection.candidates.tokens].float().mul_(params.scale * LOG2_E)
@@ -274,10 +273,11 @@ def attention_implementation(model: nn.Module, name: str) -> Iterator[None]:
 
 
 class Shortcut(Protocol):
-    """A faster way through the model, for the steps that it can compute, without transformers' own code."""
+    """A faster forward pass without transformers' code, for the steps that it can compute. `ShortWay` implements it."""
 
     def logits(self, step: Step, token_ids: Tensor, positions: Tensor, logit_rows: Tensor) -> Tensor | None:
-        """Return what `forward` would return, or None if the step cannot be computed this way."""
+        """Return the logits that `forward` would return, or None if the step cannot be computed without transformers'
+        code."""
         ...
 
 
@@ -290,7 +290,8 @@ def forward(
     short_way: Shortcut | None = None,
 ) -> Tensor:
     """Run one flat ragged batch. token_ids, positions [tokens] int64; logit_rows [rows] int64, ascending indices into
-    the batch. Returns logits [rows, vocab]. Afterwards the KV of every token is in its slot."""
+    the batch. short_way: a faster forward pass, used for the steps that it can compute. Returns logits [rows, vocab].
+    Afterwards the KV of every token is in its slot."""
     keep_rows = takes_logit_rows(type(model).forward)
     extra = {"logits_to_keep": logit_rows} if keep_rows else {}
     step.logit_rows = logit_rows
@@ -307,12 +308,12 @@ def forward(
 
 @functools.cache
 def takes_logit_rows(model_forward: Callable[..., Any]) -> bool:
-    """Return whether a model can project only given rows to its vocabulary."""
+    """Return whether a model's forward function can compute logits of given rows only (`logits_to_keep`)."""
     return "logits_to_keep" in inspect.signature(model_forward).parameters
 
 
 def prepare(model: nn.Module) -> nn.Module:
-    """Put the model into eval mode without gradients and take over its attention."""
+    """Put the model into eval mode without gradients, and make it call our attention. Returns the model."""
     model.requires_grad_(False)
     model.eval()
     take_over_attention(model)
@@ -322,8 +323,8 @@ def prepare(model: nn.Module) -> nn.Module:
 
 
 class LayerWeights(Protocol):
-    """A provider of layers' weights, which brings them to HBM before these layers run. `reprise.engine.model.offload`
-    implements it."""
+    """A provider of layers' weights, which copies them from DRAM to HBM before these layers run.
+    `reprise.engine.model.offload` implements it."""
 
     copied_bytes: int
     """Bytes of weights copied since the start."""

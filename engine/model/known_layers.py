@@ -48,8 +48,8 @@ class KnownLayer:
 def known_layer(
     layer: nn.Module, rope: RopeSource | None, linear: tuple[type[nn.Module], ...] = (nn.Linear,)
 ) -> KnownLayer | None:
-    """Return the parts of a decoder layer that is built as Llama's; None for others. rope: the source of its rotary
-    tables. linear: the accepted types of its linear layers."""
+    """Return the parts of a decoder layer that is built as Llama's; None for any other layer. rope: the source of its
+    rotary tables. linear: the accepted types of its linear layers."""
     if {name for name, child in layer.named_children() if type(child) is not nn.Dropout} != {
         "self_attn",
         "mlp",
@@ -107,8 +107,8 @@ def _is_gated(mlp: nn.Module, gate_up: tuple[Any, ...], linear: tuple[type[nn.Mo
 
 
 def layers_in_lists(model: nn.Module, leave: Collection[nn.Module] = ()) -> Iterator[tuple[nn.ModuleList, int, int]]:
-    """Yield (module list, index in the list, layer number) for each of a model's decoder layers. leave: layers to
-    skip."""
+    """Yield (module list, index in the list, layer number) for each of a model's decoder layers. leave: layers that are
+    left out."""
     for container in [module for module in model.modules() if isinstance(module, nn.ModuleList)]:
         for place, layer in enumerate(container):
             index = getattr(getattr(layer, "self_attn", None), "layer_idx", None)

@@ -73,7 +73,8 @@ def replace_child(parent: nn.Module, name: str, width: int, replacement: nn.Modu
 def share_product(
     module: nn.Module, names: tuple[str, ...], linear: Callable[[Tensor, Tensor | None], nn.Module]
 ) -> bool:
-    """Combine sibling projections of one input into one product. Returns whether it did."""
+    """Replace the projections `names` of a module, which have the same input, by parts of one matrix product.
+    linear(weight, bias): makes that product's layer. Returns whether it did."""
     group = [m for m in (getattr(module, name, None) for name in names) if type(m) is nn.Linear]
     if len(group) < len(names) or len({m.in_features for m in group}) != 1:
         return False

@@ -24,8 +24,8 @@ class Service(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class KnownType:
-    """Facts about a type of models. is_movable: whether saved keys survive truncation, None if it is not served.
-    reason: why it is refused; instead: what is served in its place, as sentences."""
+    """The verdict on a type of models. is_movable: whether saved keys can be reused after a truncation has moved them;
+    None: the type is not served. reason: why it is refused. instead: what is served in its place, as sentences."""
 
     service: Service
     is_movable: bool | None = None

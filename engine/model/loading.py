@@ -60,7 +60,8 @@ def load_model(path: Path, dtype: torch.dtype, device: torch.device, num_ranks: 
 
 
 def text_of(config: Any) -> TextModel:
-    """Return the class that runs the text of a configuration. Raises ModelRefused."""
+    """Return the class that runs the language model of a configuration, without the encoders of images or sounds that a
+    multimodal model has. Raises ModelRefused if transformers has no class that can run it."""
     try:
         return text_model_of(config)
     except NoTextModel as error:
@@ -79,8 +80,8 @@ def check_safetensors(path: Path) -> None:
 
 
 def read_config(path: Path) -> Any:
-    """Return the configuration of the model in a directory, whose weights are numbers. Raises ModelRefused for a model
-    that is not served."""
+    """Return the configuration of the model in a directory whose weights are not quantised. Raises ModelRefused for a
+    model that is not served, or whose configuration says that its weights are quantised."""
     config = read_architecture(path)
     quantised = getattr(config, "quantization_config", None)
     if quantised is not None:
@@ -90,8 +91,8 @@ def read_config(path: Path) -> Any:
 
 
 def read_architecture(path: Path) -> Any:
-    """Return the configuration of the model in a directory, in whatever form its weights are. Raises ModelRefused for a
-    model that is not served."""
+    """Return the configuration of the model in a directory, whether its weights are quantised or not. Raises
+    ModelRefused for a model that is not served."""
     config = load_config(path)
     _check_config(config)
     if (problem := _problem_of_experts(config.get_text_config())) is not None:
@@ -100,8 +101,8 @@ def read_architecture(path: Path) -> Any:
 
 
 def load_config(path: Path) -> Any:
-    """Return the configuration of the model in a directory, also of one that is not served. Raises ModelRefused if
-    transformers has none."""
+    """Return the configuration of the model in a directory, even of a model that is not served. Raises ModelRefused if
+    transformers cannot read it."""
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=False)
     except Exception as error:
@@ -142,7 +143,7 @@ def check_split(path: Path, num_ranks: int) -> None:
 
 
 def rope_limit(config: Any) -> int | None:
-    """Return the context length up to which a position means the same for every request; None if there is no limit.
+    """Return the context length up to which rotary positions mean the same in every request; None if there is no limit.
     `dynamic` and `longrope` change their frequencies with the length of the context, so beyond the limit cached keys
     would be wrong."""
     parameters = getattr(config, "rope_parameters", None) or {}

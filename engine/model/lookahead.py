@@ -42,8 +42,8 @@ class Lookahead:
     hooks the replaced layers to see their inputs. Called by the thread that runs the model."""
 
     def __init__(self, model: nn.Module, found: ProbeResult) -> None:
-        """Copy what makes the queries of each layer: norms, query projection, rotation. Raises ValueError for layers of
-        a kind whose queries it cannot guess."""
+        """Copy the parts that compute the queries of each layer: norms, query projection, rotation. Raises ValueError
+        for layers of another structure."""
         self._guesses: list[_Guess] = []
         for number, layer in enumerate(decoder_layers(model, len(found.shapes))):
             attention: Any = getattr(layer, "self_attn", None)

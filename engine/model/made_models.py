@@ -19,10 +19,10 @@ _SUFFIX = ".tmp"
 
 @contextlib.contextmanager
 def fresh_directory(out: Path) -> Iterator[Path]:
-    """Create a temporary directory that is renamed to `out` at the end of the `with` block, or deleted if that raises.
-    It is locked meanwhile, so that others see that a living process makes it. Those that killed processes have left of
-    `out` are deleted. Another start may have made `out` meanwhile; then that is kept. Raises OSError, also where
-    safetensors raises an error of its own."""
+    """Create a temporary directory that is renamed to `out` at the end of the `with` block, or deleted if the block
+    raises. It is locked meanwhile, so that other processes see that a living process fills it. Temporary directories
+    for `out` that killed processes have left are deleted first. If another start has made `out` meanwhile, that one is
+    kept. Raises OSError, also where safetensors raises an error of its own."""
     out.parent.mkdir(parents=True, exist_ok=True)
     forget_abandoned(out.parent, out.name)
     fresh, lock = _locked_directory(out)
@@ -58,8 +58,8 @@ def _locked_directory(out: Path) -> tuple[Path, int]:
 
 
 def forget_abandoned(directory: Path, name: str | None = None) -> None:
-    """Delete the temporary directories in a directory that no living process is filling. name: only those that were to
-    become a directory of that name. Raises OSError."""
+    """Delete the temporary directories in `directory` that no living process is filling. name: delete only those that
+    were to be renamed to it. Raises OSError."""
     for age, path in list(_by_age(directory)):
         is_one = path.name.startswith("." if name is None else f".{name}-") and path.name.endswith(_SUFFIX)
         if is_one:
@@ -84,8 +84,8 @@ def _delete_if_abandoned(path: Path, last_change_s: float) -> None:
 
 
 def forget_old(directory: Path) -> None:
-    """Delete all but the most recently used models in a directory, and what killed processes have left in it. Raises
-    OSError."""
+    """Delete all but the most recently used models in `directory`, and temporary directories that killed processes have
+    left in it. Raises OSError."""
     finished = sorted((entry for entry in _by_age(directory) if not entry[1].name.startswith(".")), reverse=True)
     for _, path in finished[KEPT:]:
         shutil.rmtree(path, ignore_errors=True)

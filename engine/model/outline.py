@@ -13,7 +13,7 @@ from reprise.kernels.packed import GROUP
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """Sizes of a model. None of them is in bytes."""
+    """The size of a model, in counts of numbers and not in bytes."""
 
     parameters: int  # all numbers; shared ones count once
     table_weights: int  # numbers in embeddings and heads, which packing leaves at 8 bits
@@ -24,7 +24,7 @@ class Outline:
 
 
 def outline_of(text: TextModel) -> Outline:
-    """Make the model on the meta device and count."""
+    """Count a model's weights and the KV numbers of a token, on the meta device, which needs no memory for weights."""
     model: Any = on_meta(text)
     tied = set(model.all_tied_weights_keys)
     tables = layers = total = 0

@@ -34,7 +34,7 @@ def blank_pages(
     page_format: PageFormat,
     device: torch.device | None = None,
 ) -> list[KvPages]:
-    """Make pages of zeros, on CPU by default. They have the strides of the engine's pages, for which kernels are
+    """Allocate a KV pool of zeros, on CPU by default. Its strides are those of the engine's pool, for which kernels are
     compiled."""
     made = make_pages(shapes, num_pages, page_size, page_format, device or torch.device("cpu"))
     for pages in made:
@@ -44,7 +44,7 @@ def blank_pages(
 
 
 def spoil(pages: KvPages, numbers: Sequence[int]) -> None:
-    """Make every number in some pages NaN, so that any read of an unwritten row shows."""
+    """Make every number in these pages NaN, so that a read of a row that was not written shows in the result."""
     for pool, dim in ((pages.k, pages.k_dim), (pages.v, pages.v_dim)):
         pool[numbers] = pages.to_rows(torch.full((dim,), torch.nan)).to(pool)
 

@@ -56,7 +56,8 @@ class RopeSource:
     call: RopeCall
 
     def tables(self, like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cos and sin [1, tokens, R] for positions [tokens] int64, in the dtype and on the device of `like`."""
+        """Return cos and sin [1, tokens, R] for positions [tokens] int64, in the dtype and on the device of `like`. R:
+        the number of dims that the rotation turns."""
         cos, sin = self.module(like, positions[None], *self.arguments, **self.keywords)
         return cos, sin
 
@@ -104,7 +105,8 @@ class _ShapeFinder:
 
 
 def single_sequence_meta(device: torch.device, done: int, num_tokens: int, page_size: int) -> AttentionMeta:
-    """Describe rows done .. done + num_tokens of one sequence that owns pages 0, 1, 2, ..."""
+    """Describe a batch of one sequence, whose pages are 0, 1, 2 and so on: `num_tokens` query rows after a context of
+    `done` rows."""
     total = done + num_tokens
     pages = torch.arange(-(-total // page_size), dtype=torch.int32, device=device)
     return AttentionMeta(
@@ -258,8 +260,8 @@ def _yardstick(model: nn.Module, ids: Tensor, first_position: int) -> tuple[Tens
 
 
 def relative_error(ours: Tensor, theirs: Tensor) -> float:
-    """Return the relative error of the median row. In bf16, a near-tie between two experts changes whole rows, so the
-    worst row tells little."""
+    """Return the RMS difference of the median row of logits, divided by the spread of `theirs`. In bf16, a near-tie
+    between two experts changes whole rows, so the worst row tells little."""
     ours, theirs = ours.float(), theirs.float()
     centred = theirs - theirs.mean(dim=-1, keepdim=True)
     return ((ours - theirs).square().mean(dim=-1).sqrt().median() / centred.square().mean().sqrt()).item()

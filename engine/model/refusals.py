@@ -19,7 +19,7 @@ _TYPES = {
 
 
 def refusal_of_type(model_type: str) -> str | None:
-    """Return the reason why no model of a type is served; None if the type alone gives none."""
+    """Return the reason why no model of a type is served; None if models of this type may be served."""
     return _TYPES.get(model_type)
 
 

@@ -33,7 +33,8 @@ class ShapeRun:
 
 @torch.no_grad()
 def run_shapes(model: nn.Module) -> ShapeRun:
-    """Run a short text. model: one on the meta device; its attention implementation is changed."""
+    """Run a short text through a model on the meta device, and return the modules and attention calls that it used.
+    Changes the model's attention implementation."""
     called: set[nn.Module] = set()
     attended: list[Attended] = []
 

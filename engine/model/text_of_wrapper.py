@@ -33,7 +33,8 @@ class NoTextModel(Exception):
 
 @dataclass(frozen=True, slots=True)
 class TextModel:
-    """A class that runs text, and the configuration that it takes. towers: names of the modules that it leaves out."""
+    """A class that runs a language model, and the configuration that it takes. towers: names of the modules (encoders
+    of images or sounds) that the class leaves out."""
 
     kind: type[Any]  # a class of transformers, or its subclass without towers
     config: Any
@@ -44,19 +45,21 @@ class TextModel:
         return bool(self.towers)
 
     def make(self, dtype: torch.dtype) -> nn.Module:
-        """Make the model with random weights. Takes the default device and the contexts that are active."""
+        """Make the model with random weights, on torch's current default device and under the context managers that are
+        active."""
         model: nn.Module = self.kind._from_config(self.config, dtype=dtype, attn_implementation="eager")
         return model
 
     def has_tower_of(self, weight: str) -> bool:
-        """Return whether a weight, under the name that the whole wrapper gives it, belongs to a tower."""
+        """Return whether a weight belongs to a tower (an encoder that is left out). weight: its name in the checkpoint
+        of the whole multimodal model."""
         return any(weight.startswith(f"{tower}.") for tower in self.towers)
 
 
 def text_model_of(config: Any) -> TextModel:
-    """Return the class that runs the text of a configuration: a language model of its own where transformers has one,
-    otherwise the wrapper without its towers. Makes a wrapper without memory, on the meta device, to find these. Raises
-    NoTextModel."""
+    """Return the class that runs the language model of a configuration: transformers' own class for it if there is one,
+    otherwise the multimodal class without its towers (encoders of images or sounds). To find the towers, makes that
+    model without memory, on the meta device. Raises NoTextModel."""
     kind = _class_in(MODEL_FOR_CAUSAL_LM_MAPPING, config)
     if kind is not None:
         text_class = config.sub_configs.get(_TEXT_CONFIG)
@@ -100,8 +103,8 @@ def on_meta(text: TextModel, dtype: torch.dtype = torch.bfloat16) -> Any:
 
 
 def media_token_ids(config: Any) -> tuple[int, ...]:
-    """Return the ids of the tokens that stand for images, videos and sounds in the prompts of a wrapper, ascending. A
-    text model would read such a token as a word."""
+    """Return, in ascending order, the ids of the tokens that stand for images, videos and sounds in prompts of a
+    multimodal model; none for a language model. A text model would read such a token as a word."""
     if not set(config.sub_configs) - {_TEXT_CONFIG}:
         return ()
     found: set[int] = set()

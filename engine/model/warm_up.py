@@ -38,8 +38,8 @@ class WarmUp:
         return max(0.0, one_s - per_token_s), per_token_s
 
     def run_once(self) -> int:
-        """Run each kind of step once, so that kernels are chosen and memory is touched. Returns how many rows the
-        largest step had."""
+        """Run each kind of step once, so that kernels are chosen and memory is touched. Returns the number of rows of
+        the largest step."""
         rows = min(self._most_rows - 1, _CUDA_ROWS if self._device.type == "cuda" else _CPU_ROWS)
         few = min(rows, self._page_size - 1)
         self._seconds(0, few)  # says nothing of a step's time: kernels are compiled, and weights come from disk
@@ -51,8 +51,7 @@ class WarmUp:
         return rows
 
     def decode(self, most_sequences: int) -> None:
-        """Have the runner record its decode steps of up to `most_sequences` sequences as CUDA graphs, if it uses
-        graphs."""
+        """Record decode steps of up to `most_sequences` sequences as CUDA graphs, if the runner uses graphs."""
         if isinstance(self._runner, GraphRunner):
             self._runner.capture_all(most_sequences, self._decode_batch)
 

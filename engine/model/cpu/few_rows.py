@@ -90,8 +90,8 @@ class Run:
         return self.first + len(self.parts)
 
     def takes(self, pages: KvPages) -> bool:
-        """Return whether the kernels can attend to these pages. The answer is remembered, because nearly every step has
-        the same pages."""
+        """Return whether the kernels can attend to these pages. The answer is kept for the next call, because nearly
+        every step has the same pages."""
         if pages is not self._seen_pages:
             self._seen_pages, self._fits = pages, fits_kernels(self.parts[0].heads[0], pages)
         return self._fits
@@ -130,8 +130,9 @@ class Run:
 
 
 class FewRows:
-    """A decoder layer's implementation for a few rows: hidden [rows, width] -> the same shape, inside a step. Sums that
-    the layer's own code rounds to bf16 stay in fp32. Called by the thread that runs the model."""
+    """A decoder layer for steps of at most FEW_ROWS rows, by compiled kernels: hidden [rows, width] -> the same shape,
+    inside a step. Sums that the layer's own code rounds to bf16 stay in fp32. Called by the thread that runs the
+    model."""
 
     def __init__(self, index: int, parts: LayerParts) -> None:
         self.parts = parts
@@ -254,9 +255,9 @@ class FewRows:
 
 
 def join_runs(ways: Sequence[FewRows | None], together: Sequence[bool]) -> None:
-    """Join adjacent layers with equal `LayerParts.form` into runs, each of which one call computes. ways: the
-    implementation of each layer, or None. together: whether each layer gets the same rotary tables as the one before
-    it."""
+    """Join adjacent layers with equal `LayerParts.form` into runs, each of which one call of a compiled kernel
+    computes. ways: the FewRows of each layer, or None where a layer has none. together: whether each layer gets the
+    same rotary tables as the one before it."""
     run: list[FewRows] = []
     for index, way in enumerate((*ways, None)):
         if run and (way is None or not together[index] or way.parts.form != run[0].parts.form):

@@ -18,8 +18,9 @@ _CHECK_TOKENS = FEW_ROWS + 2  # fewer rows take another path
 def finish_wanted_rows_only(
     model: nn.Module, probed: ProbeResult, backend: AttentionBackend, page_format: PageFormat
 ) -> bool:
-    """Have the last layer skip unwanted rows, if it is a DecoderLayer, and return whether it does. It does so only if
-    the logits with and without skipping are the same, because the modules after the layers may do anything."""
+    """Have the last layer, if it is a DecoderLayer, finish only the rows whose logits are wanted. Returns whether it
+    does. It does so only if a trial gives the same logits with and without skipping, because the modules after the
+    layers may do anything."""
     layers = [module for module in model.modules() if isinstance(module, DecoderLayer)]
     if not layers or layers[-1].index != len(probed.shapes) - 1 or not takes_logit_rows(type(model).forward):
         return False

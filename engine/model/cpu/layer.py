@@ -122,7 +122,8 @@ class DecoderLayer(nn.Module):
 
 
 def single_rows(meta: AttentionMeta, rows: Tensor) -> AttentionMeta:
-    """Describe some rows of a step [n] int64 as sequences with one query row each."""
+    """Describe rows of a step as a batch of their own, in which each is a sequence with one query row. rows [n] int64:
+    indices into the step's batch."""
     sequence = torch.searchsorted(meta.query_start, rows, right=True) - 1
     behind = meta.query_start[sequence + 1] - 1 - rows  # number of later rows of the same sequence
     context_len = (meta.context_len[sequence] - behind).to(torch.int32)

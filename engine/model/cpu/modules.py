@@ -36,8 +36,8 @@ def pack_weight(weight: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class FewProduct:
-    """A linear layer as the compiled kernels for a few rows read it. fields: the addresses and sizes of its packed
-    weight and its bias, in the order that `reprise.kernels.cpu.blocks` defines."""
+    """A linear layer as the compiled kernels for at most FEW_ROWS rows read it. fields: the addresses and sizes of its
+    packed weight and its bias, in the order that `reprise.kernels.cpu.blocks` defines."""
 
     fields: tuple[int, ...]
     memory: tuple[Any, ...]  # what `fields` has the addresses of, kept alive
@@ -46,13 +46,13 @@ class FewProduct:
     block: int  # outputs per block
 
     def starting_at(self, column: int) -> "FewProduct":
-        """Return the same layer with its outputs written from a column on, into rows that also have the outputs of
-        other layers."""
+        """Return the same layer, writing its outputs from column `column` on. Several layers with the same input write
+        side by side into one array of rows."""
         return replace(self, fields=(*self.fields[:_FIRST_FIELD], column, *self.fields[_FIRST_FIELD + 1 :]))
 
     @property
     def first(self) -> int:
-        """The column of the layer's first output, in rows that also have the outputs of other layers."""
+        """The column of the layer's first output in an array of rows that several layers write side by side."""
         return self.fields[_FIRST_FIELD]
 
     @property
@@ -65,8 +65,9 @@ class FewProduct:
 
 
 def few_row_product(packed: Tensor, weight: Tensor, bias: Tensor | None) -> FewProduct | None:
-    """Return a linear layer in the compiled kernels' form, using the memory of `packed`, which must outlive it. None if
-    there are no such kernels, or they cannot read oneDNN's layout."""
+    """Return a linear layer as the compiled kernels for a few rows read it. It uses the memory of `packed`, the weight
+    in oneDNN's layout, and keeps it alive. weight: the same weight, unpacked. None if there are no such kernels, or
+    they cannot read oneDNN's layout."""
     kernels = decode_kernels()
     found = None if kernels is None else words_of(packed, weight)
     if kernels is None or found is None:
@@ -82,8 +83,9 @@ def few_row_product(packed: Tensor, weight: Tensor, bias: Tensor | None) -> FewP
 
 
 def words_of(packed: Tensor, weight: Tensor) -> tuple[np.ndarray, int] | None:
-    """Return the memory of a packed weight as pairs of bf16, uint32 [blocks * pairs * outputs of a block], and how many
-    vectors of 16 outputs a block has. None if oneDNN's layout is a different one."""
+    """Return the memory of a weight in oneDNN's layout as pairs of bf16, uint32 [blocks * pairs * outputs of a block],
+    and how many vectors of 16 outputs a block has. None if oneDNN's layout is a different one. packed: must be kept
+    alive as long as the result is used. weight: the same weight, unpacked."""
     outputs, inputs = weight.shape
     size = torch.ops.mkldnn._nbytes(packed)
     memory = (ctypes.c_uint32 * (size // 4)).from_address(torch.ops.mkldnn.data_ptr(packed))
@@ -100,7 +102,7 @@ def words_of(packed: Tensor, weight: Tensor) -> tuple[np.ndarray, int] | None:
 
 
 class FewLinear:
-    """A linear layer for a few rows of bf16. x [..., in] -> [..., out]."""
+    """A linear layer for at most FEW_ROWS rows of bf16, by a compiled kernel. x [..., in] -> [..., out]."""
 
     def __init__(self, product: FewProduct) -> None:
         self._kernels: Any = decode_kernels()
@@ -272,7 +274,7 @@ class RmsNorm(nn.Module):
 
 
 def packing_works() -> bool:
-    """Return whether oneDNN's packed linear, a private operator of torch, exists and is correct."""
+    """Return whether oneDNN's packed linear, a private operator of torch, exists and gives correct results."""
     try:
         weight, x = torch.randn(48, 32).bfloat16(), torch.randn(3, 32).bfloat16()
         return agree(PackedLinear(weight, None)(x), F.linear(x, weight))

@@ -66,8 +66,8 @@ class QuantisedLinear(nn.Module):
         return out
 
     def unpacked(self, x: Tensor, outputs: int | None = None) -> Tensor:
-        """Return the layer's result for x, computed by torch with the unpacked weight. outputs: only so many, the
-        first."""
+        """Return the layer's result for x, computed by torch with the unpacked weight. outputs: how many of the first
+        outputs to compute; None: all."""
         weight = self.packed if outputs is None else first_outputs(self.packed, outputs)
         bias = None if self.bias is None else self.bias[:outputs].to(x.dtype)
         return F.linear(x, unpack(weight, x.dtype), bias)
@@ -81,8 +81,8 @@ class QuantisedLinear(nn.Module):
         return *form, weight.inputs, weight.outputs, self.bias is not None
 
     def is_right(self) -> bool:
-        """Return whether the compiled kernels agree with the unpacked weight, for the first few thousand outputs: to
-        unpack a whole head of 200,000 takes seconds and gigabytes."""
+        """Return whether the compiled kernels agree with the unpacked weight. Only the first few thousand outputs are
+        compared: to unpack a whole head of 200,000 takes seconds and gigabytes."""
         if self._fields is None:
             return True
         generator = torch.Generator().manual_seed(0)
@@ -124,7 +124,8 @@ class QuantisedEmbedding(nn.Module):
 
 
 class QuantisedTogether(nn.Module):
-    """A joint computation of several linear layers with the same inputs. x [..., in] -> [..., out of all]."""
+    """Several packed linear layers with the same input, computed in one call where kernels allow. x [..., in] -> [...,
+    outputs of all layers side by side]."""
 
     def __init__(self, layers: list[QuantisedLinear]) -> None:
         super().__init__()
@@ -167,8 +168,8 @@ class QuantisedGate(nn.Module):
 
 
 def few_product(weight: PackedWeight, bias: Tensor | None) -> FewProduct | None:
-    """Return a packed linear layer in the form that the compiled kernels for a few rows take, or None if there are no
-    such kernels."""
+    """Return a packed linear layer as the compiled kernels for a few rows read it, or None if there are no such
+    kernels. weight, bias: of the layer; the result keeps the weight alive."""
     kernels: Any = decode_kernels()
     if kernels is None:
         return None
@@ -182,8 +183,8 @@ def few_product(weight: PackedWeight, bias: Tensor | None) -> FewProduct | None:
 
 
 def product_in_float32(product: FewProduct) -> FewProduct:
-    """Return a packed layer of `few_product` with the kernel that computes in fp32, also where others use dot products
-    of bf16 pairs."""
+    """Return the same packed layer, from `few_product`, with a kernel that computes in fp32 even where the processor
+    has dot products of bf16 pairs."""
     kernels: Any = decode_kernels()
     bits, group, kind = product.fields[-3:]
     kernel = kernels.packed_kernel(bits, kind, group, False)

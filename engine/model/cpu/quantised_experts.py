@@ -28,8 +28,8 @@ _CHECK_ROWS = 40  # each of three experts gets more rows than are unpacked in re
 
 
 class QuantisedProjection(nn.Module):
-    """The weights of one projection of all experts, which stay packed, in the place of a parameter of three
-    dimensions."""
+    """The packed weights of one projection (such as gate and up, or down) of all experts of a layer. It takes the place
+    of a parameter [experts, outputs, inputs]."""
 
     def __init__(self, weight: PackedWeight) -> None:
         super().__init__()
@@ -44,9 +44,10 @@ class QuantisedProjection(nn.Module):
         self._in_float32 = None if self.few is None else product_in_float32(self.few)
 
     def multiply_pairs(self, x: Tensor, rows: np.ndarray, to: Any) -> Tensor:
-        """Return each pair's row of x, bf16 or fp32 [n, inputs], times the matrix of the pair's expert, computed by the
-        compiled kernels: [pairs, outputs]. rows int64 [pairs]: the row of each pair. to: the kernels' assignment of
-        pairs to experts. Raises ValueError for rows of another width, because kernels read by address."""
+        """Multiply rows by the matrices of their experts with the compiled kernels: [pairs, outputs]. A pair is a row
+        and one expert that the router chose for it. x bf16 or fp32 [n, inputs]. rows int64 [pairs]: the row of x of
+        each pair. to: the kernels' assignment of pairs to experts. Raises ValueError for rows of another width, because
+        kernels read by address."""
         _check_width(x, self)
         assert self._in_float32 is not None
         kernels: Any = expert_kernels()
@@ -88,13 +89,14 @@ def compute_packed(experts: Any, leaf: str, weight: QuantisedProjection) -> None
 
 
 def projections_of(module: nn.Module) -> list[QuantisedProjection]:
-    """Return the packed projections of a module of experts, the last one down; none of other modules."""
+    """Return the packed projections of a module of experts, the down projection last; an empty list for other
+    modules."""
     found = [getattr(module, name, None) for name in PROJECTIONS]
     return [each for each in found if isinstance(each, QuantisedProjection)]
 
 
 def packed_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Compute a layer of experts; self: transformers' module, which has `QuantisedProjection`s for weights.
+    """Compute a layer of experts. self: transformers' module of experts, whose weights are `QuantisedProjection`s.
     hidden_states [rows, inputs]; top_k_index int64, top_k_weights [rows, experts a row] -> [rows, outputs]. Raises
     ValueError for inputs of another width than the weights'."""
     up, down = self.gate_up_proj if self.has_gate else self.up_proj, self.down_proj
@@ -178,7 +180,7 @@ def _by_torch(experts: Any, up: QuantisedProjection, x: Tensor, index: Tensor, w
 
 def is_right(experts: Any) -> bool:
     """Return whether the compiled kernels agree with the unpacked weights of the first, a middle and the last expert of
-    a module: all of them are so many numbers that torch would unpack them for a minute."""
+    a module. Comparing all experts would take torch a minute."""
     up = experts.gate_up_proj if experts.has_gate else experts.up_proj
     some = torch.tensor(sorted({0, up.packed.experts // 2, up.packed.experts - 1}))
     generator = torch.Generator().manual_seed(0)

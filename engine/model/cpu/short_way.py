@@ -25,8 +25,8 @@ _CHECK_POSITIONS = (*range(40), 1000, 4097, 8190, 8191)
 
 
 class ShortWay:
-    """A faster way through one model: a few rows pass from embedding to head without transformers' code. Called in a
-    step, by the thread that runs the model."""
+    """A forward pass of one model without transformers' code around the layers, for steps of at most FEW_ROWS rows.
+    Called in a step, by the thread that runs the model."""
 
     def __init__(self, *, embedding: nn.Module, rope: RopeSource, first: FewRows, norm: nn.Module, head: nn.Module):
         self._embedding, self._rope, self._first, self._norm, self._head = embedding, rope, first, norm, head
@@ -34,8 +34,8 @@ class ShortWay:
         self._known: tuple[Tensor, Tensor] | None = None  # rotary tables of the first positions
 
     def logits(self, step: Step, token_ids: Tensor, positions: Tensor, logit_rows: Tensor) -> Tensor | None:
-        """Return logits [rows, vocab], or None where the short way cannot be taken. Arguments are those of
-        `hf_model.forward`."""
+        """Return logits [rows, vocab], or None if this step cannot be computed without transformers' code: it has too
+        many rows, or another part must act between layers. Arguments are those of `hf_model.forward`."""
         first = self._first
         if first.run is not self._run or not first.is_undisturbed(step) or not first.takes_rows(step, len(token_ids)):
             return None
@@ -71,7 +71,8 @@ class ShortWay:
 def find_short_way(
     model: nn.Module, probed: ProbeResult, backend: AttentionBackend, page_format: PageFormat
 ) -> ShortWay | None:
-    """Return the short way through a model in bf16 if it has one that gives the model's logits; otherwise None."""
+    """Return a ShortWay for a model in bf16, whose few-row steps then run without transformers' code. None if the model
+    is built otherwise, or if a trial gives other logits than the model's own code."""
     decoder, rope = getattr(model, "model", None), probed.ropes[0]
     layers, norm = getattr(decoder, "layers", None), getattr(decoder, "norm", None)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]

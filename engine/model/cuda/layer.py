@@ -72,7 +72,7 @@ def _weight_and_eps(norm: Any) -> tuple[Tensor, float]:
 
 
 def joined(layers: Sequence[Any]) -> nn.Module:
-    """Return one linear layer with the outputs of all `layers`, which have the same inputs."""
+    """Return one linear layer that computes the outputs of all `layers`, which have the same input, side by side."""
     if len(layers) == 1:
         only: nn.Module = layers[0]
         return only

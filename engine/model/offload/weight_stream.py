@@ -45,8 +45,8 @@ class WeightStream:
         self._thread.start()
 
     def enter(self, layer: int) -> int:
-        """Wait until a layer's weights are in HBM. Returns their buffer, which stays the layer's until `leave`. Raises
-        WeightsLost."""
+        """Wait until a layer's weights are in HBM. Returns the number of their buffer, which is not refilled until
+        `leave`. Raises WeightsLost."""
         with self._changed:
             if self._is_ahead(layer):
                 self._go_to(layer)
