@@ -135,7 +135,7 @@ class SessionDirectory:
         )
 
     def _recent(self, request: SessionRequest) -> SessionReply:
-        """Return those used last. One whose turn goes on is in use, whenever its last turn ended."""
+        """Return the sessions that were used last. A session with a running turn counts as in use now."""
         found = heapq.nlargest(
             request.limit,
             self._of(request.tenant),

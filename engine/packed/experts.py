@@ -15,14 +15,15 @@ from reprise.kernels.packed import GROUP, Bits, Codes, PackedWeight, joined_code
 
 
 class ExpertsPacker:
-    """Packs what weights of experts are made of in a checkpoint. For one thread."""
+    """A packer of a model's experts: reads their weights from a checkpoint, one expert at a time, and packs them. For
+    one thread."""
 
     def __init__(self, source: Source, names: ModuleNames) -> None:
         self._source, self._names = source, names
 
     def can_pack(self, target: Target) -> bool:
-        """Return whether a weight is a projection of experts which transformers' functions of experts multiply by, and
-        whether the inputs of all projections of its module are whole groups."""
+        """Return whether a weight can be packed: it is a projection in a module of experts that transformers computes
+        by a replaceable function, and the inputs of all projections of that module are a multiple of GROUP."""
         module, leaf = self._names.module_of(target.name), target.name.rpartition(".")[2]
         if leaf not in PROJECTIONS or not hasattr(module, "is_transposed"):
             return False
@@ -31,8 +32,8 @@ class ExpertsPacker:
         return all(weight.dim() == 3 and weight.shape[of_inputs] % GROUP == 0 for weight in weights)
 
     def packed(self, target: Target, bits: Bits | None) -> PackedWeight:
-        """Pack a weight. bits: None to keep the codes of a quantised checkpoint; what has none is rounded to 8 bits.
-        Raises SourceRefused, ValueError."""
+        """Pack a weight of experts. bits: number of bits to round to; None: keep the codes of a quantised checkpoint,
+        and round weights without codes to 8 bits. Raises SourceRefused, ValueError."""
         return stacked([pack(codes) for codes in self._experts(target, bits)])
 
     def _experts(self, target: Target, bits: Bits | None) -> Iterator[Codes]:
@@ -76,8 +77,8 @@ class ExpertsPacker:
 
 
 def check_numbers(target: Target, experts: int) -> None:
-    """Raise SourceRefused unless the tensors of a weight that joins those of single experts are of experts 0, 1, 2 and
-    so on: with one missing and one too many, a router would choose an expert and get another."""
+    """Raise SourceRefused unless a weight that is joined from tensors of single experts has one of each expert from 0
+    to `experts` - 1. If one were missing and another were too many, a router would choose an expert and get another."""
     if not _only_joins(target):
         return
     for names in _by_pattern(target).values():
@@ -97,7 +98,7 @@ def _by_pattern(target: Target) -> dict[str, list[str]]:
 
 
 def _only_joins(target: Target) -> bool:
-    """Return whether a weight's tensors are matrices of single experts, to be put one above the other."""
+    """Return whether a weight is made by stacking matrices of single experts, without any other conversion."""
     assert target.converter is not None
     operations = target.converter.operations
     kinds = [type(operation) for operation in operations]

@@ -39,9 +39,9 @@ log = logging.getLogger(__name__)
 def packed(path: Path, directory: Path, weights: str, check_room: Callable[[int], None] = lambda _: None) -> Path:
     """Return a directory with the same weights packed, made by this start or an earlier one. path: a model directory,
     quantised or not. weights: q4 or q8, where embeddings and heads get 8 bits, because rounding them does the most
-    harm; or auto, which keeps what is quantised as it is and leaves the rest alone. Of a wrapper only the text is
-    packed. check_room: called with the bytes of the result before it is made; may raise. Raises ModelRefused, OSError,
-    ValueError."""
+    harm; or auto, which keeps the codes of quantised weights and leaves all other weights unpacked. Of a multimodal
+    model only the language model is packed. check_room: called with the bytes of the result before it is made; may
+    raise. Raises ModelRefused, OSError, ValueError."""
     found = directory / f"{stamp_of(path)}-{weights}-{_WRITTEN_BY}"
     if not found.is_dir():
         log.info("packing %s to %s, once: %s", path, weights, found)
@@ -60,8 +60,8 @@ def packed(path: Path, directory: Path, weights: str, check_room: Callable[[int]
 
 
 def copy_descriptions(source: Path, fresh: Path) -> None:
-    """Copy configuration and tokenizer of a model, without what is said of quantised weights. Raises OSError,
-    ValueError."""
+    """Copy the configuration and the tokenizer of a model, without the configuration's part about quantised weights.
+    Raises OSError, ValueError."""
     for pattern in _COPIED:
         for file in source.glob(pattern):
             if file.name not in _NOT_COPIED:
@@ -71,7 +71,8 @@ def copy_descriptions(source: Path, fresh: Path) -> None:
 
 
 def stamp_of(source: Path) -> str:
-    """Return a name that changes when a file of the directory does, without reading the files."""
+    """Return a digest of the names, sizes and times of a directory's files, which changes when one of them does. Reads
+    no file."""
     digest = hashlib.blake2b(digest_size=16)
     for file in sorted(source.resolve().iterdir()):
         state = file.stat()

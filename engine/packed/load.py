@@ -75,7 +75,7 @@ class ModulesOnCuda:
 
 
 def load_packed(directory: Path, config: Any, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """Return the text model of a configuration, with the weights of a packed directory. Raises DamagedDirectory,
+    """Return the language model of a configuration, with the weights of a packed directory. Raises DamagedDirectory,
     ModelRefused."""
     made: ModulesOnCpu | ModulesOnCuda = ModulesOnCpu(dtype)
     if device.type != "cpu":
@@ -113,7 +113,7 @@ def _load(directory: Path, config: Any, dtype: torch.dtype, made: ModulesOnCpu |
 
 
 def _share_embedding(model: nn.Module) -> None:
-    """Have an embedding and a head of one weight that is not packed share it."""
+    """Have embedding and head use one tensor, if they share a weight that is not packed."""
     embedding, output = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
     if type(embedding) is nn.Embedding and type(output) is nn.Linear:
         output.weight = embedding.weight

@@ -18,8 +18,8 @@ from reprise.kernels.packed import PackedWeight
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """One weight of the model, and the tensors of the checkpoint that it is made of. With a converter these may be
-    several, and may become several weights, of which `name` is one."""
+    """A weight of the model, and the tensors of the checkpoint that it is made of. A converter of transformers may make
+    several weights of these tensors; `name` is one of them."""
 
     name: str
     converter: Any | None
@@ -27,10 +27,11 @@ class Target:
 
 
 class ModuleNames:
-    """The names of a model's weights, and transformers' way to them."""
+    """The names and shapes of a model's weights, and transformers' rules that make these weights of a checkpoint's
+    tensors."""
 
     def __init__(self, text: TextModel) -> None:
-        """Make the model without memory. Of a wrapper only the text has weights."""
+        """Make the model without memory for its weights. Of a multimodal model only the language model is made."""
         self._model: nn.Module = on_meta(text)
         self._weights = self._model.state_dict()
         mapping = get_model_conversion_mapping(self._model)
@@ -39,8 +40,9 @@ class ModuleNames:
         self._by_pattern = {pattern: entry for entry in self._converters for pattern in entry.source_patterns}
 
     def targets(self, tensors: Iterable[str]) -> tuple[list[Target], list[str]]:
-        """Return what tensors of a checkpoint become, and those that the model has no use for, such as those of towers,
-        or of layers that only guess further tokens."""
+        """Return (the weights that a checkpoint's tensors become, the tensors that the model does not use). Tensors are
+        unused if they belong to encoders of images, for example, or to layers that only guess further tokens. Raises
+        SourceRefused if a weight is there twice."""
         targets: dict[str, Target] = {}
         unused: list[str] = []
         for tensor in sorted(tensors, key=dot_natural_key):  # experts in the order of their numbers
@@ -69,14 +71,14 @@ class ModuleNames:
             raise SourceRefused(f"the weight {name[:120]} has the shape {found}, the model wants {wanted}")
 
     def check_all(self, made: set[str]) -> None:
-        """Raise SourceRefused if the model has weights that are neither among those made nor tied to one of them."""
+        """Raise SourceRefused if the model has weights that are neither in `made` nor tied to a weight in it."""
         tied: dict[str, str] = self._model.all_tied_weights_keys  # type: ignore[assignment]
         missing = {name for name in self._weights if name not in made and tied.get(name) not in made}
         if missing:
             raise SourceRefused(f"{len(missing)} weights are missing, among them {min(missing)}")
 
     def module_of(self, name: str) -> Any:
-        """Return the module, without memory, that has a weight."""
+        """Return the module that has a weight, in the model without memory."""
         return self._model.get_submodule(name.rpartition(".")[0])
 
     def _renamed(self, tensor: str) -> tuple[str, str | None]:
@@ -89,8 +91,9 @@ class ModuleNames:
         return name, pattern
 
     def converted(self, target: Target, read: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Convert tensors to the weights that they become. read: gives a tensor, when the converter asks for it. Raises
-        SourceRefused if they do not fit together."""
+        """Yield (name, weight) for each weight that a target's converter makes of the target's tensors. read: returns a
+        tensor of the checkpoint, called when the converter asks for it. Raises SourceRefused if the tensors do not fit
+        together."""
         assert target.converter is not None
         converter = deepcopy(target.converter)  # it collects what it converts
         for tensor, pattern in target.sources:

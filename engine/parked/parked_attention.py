@@ -56,8 +56,8 @@ class ParkedAttention:
     def __init__(
         self, *, inner: AttentionBackend, pages: Sequence[KvPages], ring: Sequence[int], transfer: Transfer
     ) -> None:
-        """Set up. pages: the whole KV pool, by layer. ring: numbers of the pages that belong to no context and receive
-        parked blocks."""
+        """Set up. inner: the usual attention backend. pages: the whole KV pool, by layer. ring: numbers of the pages
+        that belong to no context and receive parked blocks. transfer: reads blocks from DRAM."""
         self.name = inner.name
         self._inner, self._ring, self._transfer = inner, ring, transfer
         self._page_size, self._device = pages[0].k.shape[1], pages[0].k.device

@@ -77,7 +77,7 @@ class EngineUnavailable(Exception):
 
 
 class EngineTimeout(Exception):
-    """The engine runs and has not answered in time. It may still do what it was asked for."""
+    """The engine runs but has not answered in time. It may still carry out the request."""
 
 
 class EngineState(StrEnum):

@@ -19,7 +19,7 @@ class Collector:
         gc.freeze()
 
     def idle(self, now: float) -> None:
-        """Collect garbage if it is due. Call it while nothing runs."""
+        """Collect garbage if the last collection is long enough ago. Call it only while nothing runs."""
         if now - self._last_s >= _EVERY_S:
             self._last_s = now
             gc.collect()

@@ -114,7 +114,7 @@ class StepEngine(Protocol):
 
     def step(self, now: float, before_long: Callable[[], None]) -> list[Output]:
         """Run one batch, or wait a moment for the transfers when there is none. If it raises, `fail_all` follows.
-        before_long: called when it is known what runs, before a step with which a long prompt begins."""
+        before_long: called once the step is scheduled, if it is long and is the first step of some request."""
         ...
 
     def progress(self, now: float) -> list[Output]:
@@ -123,8 +123,8 @@ class StepEngine(Protocol):
         ...
 
     def is_fatal(self, error: Exception) -> bool:
-        """Return whether an exception of a method means that nothing can work any more, so that only a new process
-        helps."""
+        """Return whether an exception that a method has raised means that nothing can work any more, so that only a new
+        process helps."""
         ...
 
     def fail_all(self, message: str) -> list[Output]:

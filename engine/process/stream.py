@@ -30,7 +30,8 @@ class OutputStream(AsyncIterator[Output]):
 
     @property
     def finished(self) -> bool:
-        """Whether nothing more can arrive. Outputs that have arrived may still be waiting to be read."""
+        """Whether every choice has ended, so that no further output can arrive. Outputs that have arrived may still be
+        waiting to be read."""
         return not self._open
 
     def is_open(self, choice: int) -> bool:

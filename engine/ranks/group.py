@@ -128,8 +128,8 @@ class RankGroup:
             self._post(socket, message)
 
     def common_extents(self, own: Sequence[ExtentInfo]) -> tuple[list[ExtentInfo], list[int]]:
-        """Wait for the tiers of all ranks. Returns the extents of which every rank has its part, with the bytes of all
-        parts, and the ids of the other extents. Raises ModelRefused."""
+        """Wait until all ranks have made their tiers. Returns (extents of which every rank has its part on disk, with
+        the bytes of all parts; ids of all other extents). own: the extents of rank 0. Raises ModelRefused."""
         parts: list[dict[int, int]] = [{extent.extent_id: extent.size_bytes for extent in own}]
         for socket in self._sockets:
             message = self._receive(socket)
@@ -153,7 +153,7 @@ class RankGroup:
 
     @property
     def has_news(self) -> bool:
-        """Return whether `take` would return something."""
+        """Return whether reports from ranks wait for `take`."""
         return bool(self._told) or any(socket.poll(0) for socket in self._sockets)
 
     def take(self) -> list[tuple[int, list[Event]]]:

@@ -45,7 +45,8 @@ class JoinedEvents:
         and empties the list."""
 
     def note(self, moves: Iterable[Move]) -> None:
-        """Remember moves that are being sent to the ranks."""
+        """Remember the blocks of loads and the extents of writes that are being sent to the ranks, to join the ranks'
+        answers later."""
         for move in moves:
             if isinstance(move, LoadBlocks):
                 self._loads[move.job_id] = frozenset(block.key for block in move.blocks)
@@ -57,7 +58,7 @@ class JoinedEvents:
         return 0 in self._answers.get((Loaded, job_id), ())
 
     def delete(self, extent_ids: Sequence[int]) -> None:
-        """Have extents deleted that only some ranks have: adds a deletion to `for_all`, the messages that the caller
+        """Order the deletion of extents that only some ranks have: adds it to `for_all`, the messages that the caller
         sends to every rank."""
         if extent_ids:
             self._own_jobs -= 1

@@ -15,9 +15,9 @@ _LOOK_S = 0.001  # time between two looks at the other ranks' reports
 
 
 class SharedTransfer(Transfer):
-    """A Transfer that sends every move to the other ranks, then makes it here, and reports it when all ranks have made
-    it. Extents are written by rank 0 first, which chooses their ids. Only rank 0 stores records of sessions. Called by
-    the engine's thread."""
+    """A Transfer for all ranks: sends every move of KV to the other ranks, makes it on rank 0 too, and reports its end
+    when all ranks have made it. Extents are written by rank 0 first, which chooses their ids. Only rank 0 stores
+    records of sessions. Called by the engine's thread."""
 
     def __init__(self, *, ranks: RankGroup, **transfer: Any) -> None:
         """Set up. transfer: the arguments of `Transfer`, for this rank's part."""
@@ -38,7 +38,7 @@ class SharedTransfer(Transfer):
             self._ranks.send(CarryOut(pack(moves), [request_id for request_id in loads if request_id in running]))
 
     def delete(self, extent_ids: Sequence[int]) -> None:
-        """Delete extents that only some ranks have, without reporting it."""
+        """Delete extents that only some ranks have, on all ranks. The cache is not told of it."""
         self._joined.delete(extent_ids)
         self._order_own()
 

@@ -73,7 +73,7 @@ class RankLaunch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MakeTiers(msgspec.Struct, frozen=True, tag="make_tiers"):
-    """Make tiers of these sizes. Sent in answer to Probed; answered by TiersMade."""
+    """The order to make tiers of these sizes. Sent in answer to Probed; answered by TiersMade."""
 
     fingerprint: bytes  # fingerprint of the whole model
     room: msgspec.Raw  # `reprise.engine.build.room.Room`
@@ -133,7 +133,8 @@ class Probed(msgspec.Struct, frozen=True, tag="probed"):
 
 
 class TiersMade(msgspec.Struct, frozen=True, tag="tiers_made"):
-    """The answer of a rank that has allocated its memory for KV. extents: those of which it has its part on disk."""
+    """The answer of a rank that has allocated its memory for KV. extents: the ids of the extents on its disk, with the
+    bytes of its part."""
 
     extents: dict[int, int]  # id -> bytes
 
@@ -145,8 +146,8 @@ class Ended(msgspec.Struct, frozen=True, tag="ended"):
 
 
 class StepEnded(msgspec.Struct, frozen=True, tag="step_ended"):
-    """The answer of a rank that has run a step with loads. Before this it has sent the ends of those loads that have
-    ended."""
+    """The answer of a rank that has run a step with loads of KV. Loads that have ended are reported before it, by
+    Ended."""
 
     late: list[int]  # loads that did not come in time here
 

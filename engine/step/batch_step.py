@@ -32,7 +32,7 @@ class StepClock:
         self._called_s = self._computing_s = time.monotonic()
 
     def begin_computing(self) -> None:
-        """Begin to count the step's seconds here, so that the time that scheduling took is left out."""
+        """Start counting the seconds of computing. The time before, in which the step was scheduled, is left out."""
         self._computing_s = time.monotonic()
 
     def now(self) -> float:
@@ -74,15 +74,16 @@ class BatchStep:
         """Seconds that the steps in `count` took together."""
 
     def order_next(self, now: float) -> None:
-        """Record which transfers have ended, and start those that come next."""
+        """Tell the cache which transfers of KV have ended, and start the transfers that are due. Sequences whose load
+        has failed start anew."""
         if failed := self._moves.catch_up(now):
             self._restarts.failed(failed)
         self._moves.order_next(now)
 
     def run(self, now: float, before_long: Callable[[], None]) -> list[Output]:
         """Run one batch, or wait a moment if everything that could run waits for its KV. If it raises, end every
-        request, then call `fail`. before_long: called before _LONG or more tokens are computed, if a request has its
-        first step: it is not for every step."""
+        request, then call `fail`. before_long: called after scheduling, if the step computes _LONG or more tokens and
+        is the first step of some request."""
         clock = StepClock(now)
         schedule, begins = self._schedule(now)
         self._moves.begin_step(schedule)
@@ -116,7 +117,7 @@ class BatchStep:
 
     def _schedule(self, now: float) -> tuple[Schedule, bool]:
         """Decide which sequences run, with how many tokens each. For those that run for the first time, note in which
-        tier their KV was found. Returns also whether there are such."""
+        tier their KV was found. Returns (schedule, whether some sequence runs for the first time)."""
         schedule, begins = self._scheduler.schedule(now), False
         for sequence in schedule.preempted:
             self._compute.tables.drop(sequence.request_id)

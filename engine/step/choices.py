@@ -70,8 +70,8 @@ class RunningChoice:
             self.constraint.accept(token_id)
 
     def sample_row(self, ahead: int = 0) -> SampleRow:
-        """Return everything besides the logits that decides one of the choice's tokens. ahead: 0 for the next token, n
-        for the n-th after it, which a draft needs; above 0 only for a choice whose draws depend on no earlier token."""
+        """Return the sampling parameters for one of the choice's next tokens. ahead: 0 for the next token, n for the
+        n-th after it, which a draft needs; above 0 only for a choice whose draws depend on no earlier token."""
         sequence = self.sequence
         return SampleRow(
             sampling=sequence.sampling,
@@ -91,7 +91,8 @@ class RunningChoice:
         return token_id in self.end_ids and self.sequence.output_tokens > self.sequence.sampling.min_tokens
 
     def prompt_rows(self, first: int, num_tokens: int) -> int:
-        """Count the leading rows of a chunk, which starts at row `first`, whose logits the prompt's logprobs need."""
+        """Return how many leading rows of a chunk, which starts at row `first` of the context, need logits for the
+        logprobs of the prompt's tokens."""
         if self.prompt_logprobs is None or self.reported:
             return 0
         return max(0, min(num_tokens, self.sequence.prompt_tokens - 1 - first))

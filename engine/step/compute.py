@@ -24,7 +24,7 @@ from reprise.scheduler.sequence import Chunk
 
 @dataclass(slots=True)
 class Computed:
-    """A batch after its forward pass was launched."""
+    """A batch whose forward pass was launched, with its results, which may not be computed yet."""
 
     chunks: list[Chunk]
     ready: list[RunningChoice]  # choices for which a token may be drawn
@@ -71,7 +71,7 @@ class Computed:
         raise KeyError(request_id)
 
     def forget_drafts(self) -> None:
-        """Drop all drafts, so that only one token, and none of a draft, is drawn for each choice."""
+        """Drop all drafts, so that only the next token is drawn for each choice."""
         firsts = self.first_rows
         for choice in self.ready:
             choice.draft = []
@@ -184,7 +184,7 @@ class StepCompute:
         )
 
     def close(self) -> None:
-        """End the thread that brings weights to HBM. No other call follows."""
+        """End the thread that copies layers' weights to HBM, if there is one. No other call follows."""
         if self.runner.weights is not None:
             self.runner.weights.close()
 
@@ -222,8 +222,8 @@ class StepCompute:
         return shown if shown is not None and shown.layers else None, pieces
 
     def capture_accepted(self, computed: Computed, request_id: str, accepted: int) -> None:
-        """Have the accepted rows of a draft saved too, if they were not saved with the step's other rows. Call it after
-        `capture`, and before these rows are counted as part of the computed context."""
+        """Have the rows of a draft's accepted tokens saved below HBM, if they were not saved with the step's other
+        rows. Call it after `capture`, and before these rows are counted as part of the computed context."""
         if computed.pieces is not None and not computed.saves_drafts:
             row = computed.batch_row(request_id) + 1
             computed.pieces += self._cache.requests.capture(request_id, accepted, row)

@@ -18,9 +18,10 @@ _LOW = (1 << 32) - 1
 
 def draw(logits: Tensor, settings: Sequence[SamplingParams], starts: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Draw a token for each row. logits fp32 [rows, vocab], contiguous, with a finite maximum in each row and no NaN.
-    starts: for each row, the first random word (unsigned, 64 bits) of the generator Philox for the row's seed and
-    position. Returns the tokens int64 [rows], and for each row whether its token is final [rows], so that `Sampler`
-    need not draw it; both asynchronous."""
+    settings: the sampling parameters of each row. starts: for each row, where its random numbers begin: the first word
+    (unsigned, 64 bits) that the generator Philox gives for the row's seed and position. Returns the tokens int64
+    [rows], and for each row whether its token is final [rows], so that `Sampler` need not draw it; both
+    asynchronous."""
     device = logits.device
     numbers = torch.tensor(
         [[one.temperature, one.top_k, one.top_p, one.min_p] for one in settings], dtype=torch.float64

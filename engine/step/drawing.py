@@ -15,8 +15,8 @@ from reprise.engine.step.sampler import BadLogits, Sampled, Sampler
 
 
 class Drawing:
-    """A maker of a step's tokens, used after the step's rows were committed. Called by `BatchStep`, in the engine's
-    loop."""
+    """A drawer of a step's tokens, used after the step's rows were counted as computed. Called by `BatchStep`, in the
+    engine's loop."""
 
     def __init__(
         self,
@@ -36,7 +36,8 @@ class Drawing:
         """Number of tokens generated since the start."""
 
     def draw(self, computed: Computed, now: float) -> list[Output]:
-        """Draw tokens and return the outputs of a step. Ends a choice whose logits are not numbers."""
+        """Draw tokens, and return the outputs of a step. Ends choices that are complete, and those for which no token
+        can be drawn."""
         if over := [choice for choice in computed.ready if choice.is_over]:
             computed.drop({choice.sequence.request_id for choice in over})
             self._endings.end_computed(over)

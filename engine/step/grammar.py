@@ -61,12 +61,14 @@ class Constraint:
 
     @property
     def is_failed(self) -> bool:
-        """Whether the text so far has made the grammar too costly to continue, or has left it: where only the text of
-        a special token is possible, this token may be drawn, and its text is not the one that the grammar wants."""
+        """Whether the grammar can constrain no further token. Either it has become too costly to continue, or the text
+        has left it: where only the text of a special token is possible, the special token itself may be drawn, whose
+        text is not the one that the grammar wants."""
         return bool(self._matcher.is_error())
 
     def after(self, token_ids: Iterable[int]) -> "Constraint":
-        """Return a constraint for a choice that has generated these tokens. This one does not change."""
+        """Return a copy of this constraint, advanced by tokens that the choice has already generated. This one does not
+        change."""
         constraint = Constraint(self._matcher.deep_copy(), 32 * len(self._bits))
         for token_id in token_ids:
             constraint.accept(token_id)

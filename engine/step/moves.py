@@ -14,12 +14,12 @@ _MOST_SEALS = 256  # most seals that wait: some milliseconds at the end of an an
 
 
 class StepMoves:
-    """A mediator between the cache, which decides moves of KV, and the transfer, which makes them. The step calls it,
-    on the engine's thread.
+    """A mediator between the cache, which decides moves of KV between tiers, and the transfer, which makes them. The
+    step calls it, on the engine's thread.
 
-    The rows that a step leaves are held back until its tokens are sent, because no token may wait for them. Moves that
-    are decided later come after these rows, because they may seal (mark as complete) or overwrite the slots of the
-    rows.
+    The KV rows that a step has computed are held back until its tokens are sent, because no token may wait for them.
+    Moves that are decided later come after these rows, because they may seal (mark as complete) or overwrite the slots
+    of the rows.
 
     Blocks whose rows kernels have saved by themselves are sealed together at the end of an answer, as long as no turn
     comes or ends and HBM has room. Sealing them after each step would cost time: between two steps, threads of the
@@ -36,16 +36,16 @@ class StepMoves:
         self._is_steady = False  # no request has come, ended or given way lately
 
     def catch_up(self, now: float) -> list[str]:
-        """Make the moves and saves that were held back after the last step, and tell the cache which moves have ended.
-        Returns the ids of sequences whose load has failed."""
+        """Make the moves of KV and the saves that were held back after the last step, and tell the cache which moves
+        have ended. Returns the ids of sequences whose load has failed."""
         changes, self._changes = self._changes, self._cache.changes
         self._is_steady = changes == self._changes
         self._carry_out()
         return self.hear_failed(now)
 
     def hear_failed(self, now: float) -> list[str]:
-        """Tell the cache which moves have ended. Returns the ids of sequences whose load has failed and that have to
-        start anew."""
+        """Tell the cache which moves of KV have ended. Returns the ids of sequences whose load has failed and that have
+        to start anew."""
         self.hear(now)
         return self._cache.requests.take_failed()
 
@@ -57,33 +57,35 @@ class StepMoves:
             self._cache.on_event(event, now)
 
     def order_next(self, now: float) -> None:
-        """Have the cache decide which moves are made while the next step runs, and start them. Copies inside HBM are
-        not among them, since they belong to a step."""
+        """Have the cache decide which moves of KV to make while the next step runs, and start them. Copies inside HBM
+        are not among them, since they belong to a step."""
         self._cache.plan(self._scheduler.upcoming(), self._scheduler.num_starting, now)
         self._carry_out(self._cache.take_moves())
 
     def begin_step(self, schedule: Schedule) -> None:
-        """Start the moves that the step needs, and those held back until now."""
+        """Start the moves of KV that were held back after the last step, then those that this step needs."""
         if schedule.preempted:
             self._is_steady = False
         running = {chunk.sequence.request_id for chunk in schedule.chunks}
         self._carry_out(self._cache.take_moves(), running)
 
     def hold(self, captured: Captured | None, pieces: list[CapturePiece]) -> None:
-        """Hold back what a step has left: the moves decided in it, then its rows. captured: the KV rows to save; None
-        if there are none. pieces: which of them go to which DRAM slots. Call it only while nothing is held back."""
+        """Hold back the moves of KV decided in a step, then the rows that it has computed. captured: the KV rows to
+        save; None if there are none. pieces: which of them go to which DRAM slots. Call it only while nothing is held
+        back."""
         assert self._held is None
         moves = self._cache.take_moves()
         if moves or captured is not None:
             self._held = moves, captured, pieces
 
     def carry_out_held(self) -> None:
-        """Carry out the held moves and rows, and the postponed seals (which mark blocks as complete)."""
+        """Make the moves of KV and save the rows that were held back, and make the postponed seals (which mark blocks
+        as complete)."""
         self._carry_out_all((), ())
 
     def fail(self) -> None:
-        """Carry out the moves decided before and in a step that has failed, except copies inside HBM, whose sources may
-        be half written."""
+        """Make the moves of KV that were decided before and in a step that has failed, except copies inside HBM, whose
+        sources may be half written."""
         self._carry_out_all([move for move in self._cache.take_moves() if not isinstance(move, CopyRows)], ())
 
     def wait(self) -> None:

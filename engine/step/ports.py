@@ -13,8 +13,8 @@ from reprise.scheduler.sequence import Chunk
 
 
 class DraftMaker(Protocol):
-    """A predictor of the next tokens of choices, so that a step computes them after their newest tokens. The step calls
-    it, on the engine's thread. `reprise.engine.drafts` implements it."""
+    """A predictor of the next tokens of choices: a step computes the predicted tokens (drafts) after a choice's newest
+    token. The step calls it, on the engine's thread. `reprise.engine.drafts` implements it."""
 
     counts: dict[str, int]
     """Numbers of drafted tokens since the start, by names such as `context accepted` and `prediction rejected`."""
@@ -26,8 +26,8 @@ class DraftMaker(Protocol):
         ...
 
     def judge(self, choice: RunningChoice, accepted: int) -> None:
-        """Record that the first `accepted` tokens of a choice's draft were right. The choice has no draft
-        afterwards."""
+        """Record that the first `accepted` tokens of a choice's draft were right, and remove the draft from the
+        choice."""
         ...
 
     def stepped(self, rows: int, seconds: float) -> None:
@@ -49,8 +49,8 @@ class ParkedReader(AttentionBackend, Protocol):
         ...
 
     def take_lost(self) -> dict[str, list[BlockKey]]:
-        """Return by request the blocks that were not intact in DRAM. What the step computed for that request is
-        void."""
+        """Return, by request id, the blocks that the step has found damaged in DRAM. The rows that the step computed
+        for such a request are void."""
         ...
 
 

@@ -12,8 +12,8 @@ _LOGPROB_ROWS = 64  # rows of a prompt at a time: 40 MB for a vocabulary of 150k
 
 
 def note_prompts(items: Sequence[BatchItem], choices: Sequence[RunningChoice], logits: Tensor) -> Tensor:
-    """Store the wanted logprobs of prompts in their choices. Returns the rows of logits to draw from: one for each item
-    that wants logits, and one for each token of its draft."""
+    """Store the logprobs of prompts' tokens in their choices, where requests ask for them. Returns the rows of logits
+    from which tokens are drawn: one for each item that wants logits, and one for each token of its draft."""
     row = 0
     drawn: list[int] = []
     for item, choice in zip(items, choices, strict=True):

@@ -14,8 +14,8 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # integer types by 
 
 
 class Recompute:
-    """A runner of texts for the `Verifier`, in the engine's loop: all sequences that decode wait for it. Its rows are
-    neither saved nor published."""
+    """A runner that computes texts again, for the `Verifier`, in the engine's loop: all sequences that decode wait for
+    it. The computed rows are neither saved below HBM nor made available to requests."""
 
     def __init__(
         self, *, runner: ModelRunner, cache: CacheManager, page_size: int, device: torch.device, chunk_tokens: int
@@ -36,8 +36,8 @@ class Recompute:
                 self._cache.give_back(pages)
 
     def run(self, token_ids: Sequence[int], pages: list[int], *, first: int = 0, rows: int = 1) -> Tensor:
-        """Compute the tokens from `first` on, after those that the pages hold already. Returns the logits of the last
-        `rows` tokens [rows, vocab], which are computed together; rows is at most `chunk_tokens`."""
+        """Compute the tokens of a text from index `first` on, after those whose KV the pages hold already. Returns the
+        logits of the last `rows` tokens [rows, vocab], which are computed together; rows is at most `chunk_tokens`."""
         end = len(token_ids)
         cut = end if rows == 1 else end - rows
         starts = [*range(first, cut, self.chunk_tokens), *([cut] if cut < end else [])]

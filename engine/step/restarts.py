@@ -37,7 +37,7 @@ class Restarts:
         self.verifier = verifier
 
     def failed(self, sequence_ids: Iterable[str]) -> None:
-        """Have these sequences start anew, because their loads have failed."""
+        """Have these sequences start anew, because their loads have failed or were late."""
         for sequence_id in sequence_ids:
             self._restart(self._choices[sequence_id])
 

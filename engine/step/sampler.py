@@ -83,7 +83,7 @@ class PenaltyState:
 
 @dataclass(frozen=True, slots=True)
 class SampleRow:
-    """The parameters with which one row of logits is sampled."""
+    """The parameters with which a token is drawn from one row of logits."""
 
     sampling: SamplingParams
     seed: int  # the choice's: choice_seed(sampling.seed, choice)
@@ -98,7 +98,7 @@ class SampleRow:
 
     @property
     def edited(self) -> bool:
-        """Whether the logits are changed before the temperature applies."""
+        """Whether the logits are changed before the temperature applies, by a bias, penalties or masks."""
         return bool(
             self.penalties is not None or self.sampling.logit_bias or self.masked_ids or self.constraint is not None
         )
@@ -135,7 +135,8 @@ class Sampler:
 
 
 def choice_seed(seed: int, choice: int) -> int:
-    """Return the seed of one of a request's n choices, unsigned 64 bit."""
+    """Return the seed of one of a request's n choices, unsigned 64 bit. seed: the request's; choice: index of the
+    choice."""
     return philox((seed, 1), choice)[0]
 
 

@@ -26,8 +26,8 @@ _SCORED_TOKENS = 64  # last tokens of a prompt at which distributions are compar
 
 
 class Verifier:
-    """A comparison of loaded KV with a recompute, made for `Restarts` (which has choices start anew) after a step, in
-    the engine's loop. All sequences that decode wait for it, so rates are small."""
+    """A shadow check, which compares loaded KV with a recompute. `Restarts`, which has choices start anew, calls it
+    after a step, in the engine's loop. All sequences that decode wait for it, so rates are small."""
 
     def __init__(
         self,

@@ -21,8 +21,9 @@ _PLACES = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])  # the place in a word, from th
 
 
 class Awq(Matrix):
-    """qweight int32 [inputs, outputs / 8]: codes of 4 bits, 8 outputs of one input in a word, in an order of their own.
-    qzeros int32 [groups, outputs / 8] alike; scales [groups, outputs]. A number is (code - zero) * scale."""
+    """A weight as AWQ stores it. qweight int32 [inputs, outputs / 8]: codes of 4 bits, 8 outputs of one input in a
+    word, in an order of their own. qzeros int32 [groups, outputs / 8] likewise; scales [groups, outputs]. A number is
+    (code - zero) * scale."""
 
     bits: Bits = 4
 

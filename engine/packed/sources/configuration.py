@@ -28,8 +28,8 @@ _METHODS = ("fp8", "mxfp8", "fbgemm_fp8", "compressed-tensors", "modelopt", "mxf
 
 
 def quantisation_of(path: Path) -> dict[str, Any] | None:
-    """Return what a model directory says of the quantisation of its weights; None if they are not quantised. Raises
-    SourceRefused if that cannot be read."""
+    """Return the part of a model's configuration that says how its weights are quantised; None if they are not. Raises
+    SourceRefused if it cannot be read."""
     config = _read(path / _CONFIG)
     for part in (config, config.get("text_config")):
         for key in _KEYS:
@@ -55,8 +55,8 @@ def without_quantisation(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def method_of(found: dict[str, Any]) -> tuple[str, str, Settings]:
-    """Return a checkpoint's method, the name of its format for people, and its settings. Raises SourceRefused for what
-    is not read, and says what to take instead."""
+    """Return (method, format for people, settings) of a quantised checkpoint. found: the result of `quantisation_of`.
+    Raises SourceRefused for a method that is not supported; its message says what to take instead."""
     method = found.get("quant_method")
     if "modelopt" in str(method).lower():
         method = "modelopt"
@@ -129,12 +129,12 @@ def _has_any(found: Any, key: str) -> bool:
 
 
 def _sizes(found: list[Any]) -> tuple[int, ...]:
-    """Return those of some sizes of groups that are positive, once."""
+    """Return the positive numbers among these sizes of groups, each once."""
     return tuple(dict.fromkeys(size for size in found if type(size) is int and size > 0))
 
 
 def _blocks(found: list[Any]) -> tuple[tuple[int, int], ...]:
-    """Return those of some sizes of blocks that are two positive numbers, once."""
+    """Return the pairs of positive numbers among these sizes of blocks, each once."""
     pairs = [block for block in found if isinstance(block, list) and len(block) == 2]
     return tuple(dict.fromkeys((a, b) for a, b in pairs if type(a) is type(b) is int and min(a, b) > 0))
 

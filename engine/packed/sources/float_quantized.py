@@ -7,7 +7,8 @@ from reprise.kernels.packed import Bits
 
 
 class FloatQuantized(Matrix):
-    """weight e4m3 [outputs, inputs]; weight_scale: one number, one for each output, or one for each block."""
+    """A weight in FP8 as compressed-tensors, FBGEMM and ModelOpt store it. weight e4m3 [outputs, inputs]; weight_scale:
+    one number, one for each output, or one for each block."""
 
     has_codes = False
     kept: Kept = "dense"

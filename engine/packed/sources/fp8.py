@@ -9,9 +9,10 @@ _SCALES = ("F32", "BF16", "F16", "F8_E8M0")
 
 
 class Fp8(Matrix):
-    """weight e4m3 [outputs, inputs]. weight_scale_inv, which is multiplied in spite of its name: one number, or one for
-    each block of outputs and inputs, where blocks at the edges may be partial; or bytes uint8 [outputs, inputs / 32],
-    which are exponents of two (MXFP8)."""
+    """A weight in FP8 as DeepSeek, Qwen and MiniMax store it, or in MXFP8. weight e4m3 [outputs, inputs].
+    weight_scale_inv, which is multiplied in spite of its name: one number, or one for each block of outputs and inputs,
+    where blocks at the edges may be partial; or bytes uint8 [outputs, inputs / 32], which are exponents of two
+    (MXFP8)."""
 
     has_codes = False
     kept: Kept = "dense"

@@ -7,9 +7,9 @@ from reprise.kernels.packed import GROUP, Bits, Codes
 
 
 class GptOss:
-    """blocks uint8 [experts, outputs of one, inputs / 32, 16]: codes of e2m1, the low half of a byte first. scales
-    uint8 [experts, outputs of one, inputs / 32]: exponents of two, plus 127. Here the outputs of all experts follow one
-    another; the model wants [experts, inputs, outputs of one]."""
+    """A weight of experts in MXFP4 as gpt-oss stores it. blocks uint8 [experts, outputs of one, inputs / 32, 16]: codes
+    of e2m1, the low half of a byte first. scales uint8 [experts, outputs of one, inputs / 32]: exponents of two, plus
+    127. Here the outputs of all experts follow one another; the model wants [experts, inputs, outputs of one]."""
 
     has_codes = True
     kept: Kept = "table"

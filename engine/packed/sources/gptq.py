@@ -20,9 +20,10 @@ _SCALES = ("F16", "BF16", "F32")
 
 
 class Gptq(Matrix):
-    """qweight int32 [ceil(inputs / codes of a word), outputs]: inputs of one output in a word, lowest bits first.
-    qzeros int32 [groups, ceil(outputs / codes of a word)], less one in version 1; scales [groups, outputs]; g_idx int32
-    [inputs]: the group of each input, in order or (`desc_act`) not. A number is (code - zero) * scale."""
+    """A weight as GPTQ stores it. qweight int32 [ceil(inputs / codes of a word), outputs]: inputs of one output in a
+    word, lowest bits first. qzeros int32 [groups, ceil(outputs / codes of a word)], less one in version 1; scales
+    [groups, outputs]; g_idx int32 [inputs]: the group of each input, in order or (`desc_act`) not. A number is (code -
+    zero) * scale."""
 
     def __init__(self, parts: Parts, settings: Settings) -> None:
         self._parts = parts

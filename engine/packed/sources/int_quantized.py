@@ -7,8 +7,8 @@ from reprise.kernels.packed import Bits, Codes
 
 
 class IntQuantized(Matrix):
-    """weight int8 [outputs, inputs]; weight_scale and weight_zero_point: one number, or [outputs, groups]. A number is
-    (code - zero) * scale."""
+    """A weight in int8 as compressed-tensors stores it. weight int8 [outputs, inputs]; weight_scale and
+    weight_zero_point: one number, or [outputs, groups]. A number is (code - zero) * scale."""
 
     bits: Bits = 8
 

@@ -7,8 +7,8 @@ from reprise.kernels.packed import GROUP, Bits, Codes, code_numbers
 
 
 class Mxfp4Pack(Matrix):
-    """weight_packed uint8 [outputs, inputs / 2]: codes of e2m1, the low half of a byte first. weight_scale uint8
-    [outputs, inputs / 32]: exponents of two, plus 127."""
+    """A weight in MXFP4 as compressed-tensors stores it. weight_packed uint8 [outputs, inputs / 2]: codes of e2m1, the
+    low half of a byte first. weight_scale uint8 [outputs, inputs / 32]: exponents of two, plus 127."""
 
     bits: Bits = 4
 

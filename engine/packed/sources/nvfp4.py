@@ -9,9 +9,9 @@ _GROUP = 16
 
 
 class Nvfp4(Matrix):
-    """Codes of e2m1 in bytes [outputs, inputs / 2], the low half first; weight_scale e4m3 [outputs, inputs / 16]; one
-    fp32 number for the whole weight. compressed-tensors calls the codes weight_packed, and divides scales by that
-    number, weight_global_scale. ModelOpt calls them weight, and multiplies by its weight_scale_2."""
+    """A weight in NVFP4. Codes of e2m1 in bytes [outputs, inputs / 2], the low half first; weight_scale e4m3 [outputs,
+    inputs / 16]; one fp32 number for the whole weight. compressed-tensors calls the codes weight_packed, and divides
+    scales by that number, weight_global_scale. ModelOpt calls them weight, and multiplies by its weight_scale_2."""
 
     bits: Bits = 4
 

@@ -18,10 +18,11 @@ from reprise.kernels.packed import Bits, Codes
 
 
 class PackQuantized(Matrix):
-    """weight_packed int32 [outputs, ceil(inputs / codes of a word)]: codes plus 2 ** (bits - 1), lowest bits first.
-    weight_scale [outputs, groups]; weight_zero_point int32, packed along outputs alike [ceil(outputs / codes of a
-    word), groups], or int8 [outputs, groups]; weight_shape (outputs, inputs); weight_g_idx int32 [inputs]: the group of
-    each input, -1 where they are in order. A number is (code - zero) * scale."""
+    """A weight of 4- or 8-bit integers in words, as compressed-tensors stores it. weight_packed int32 [outputs,
+    ceil(inputs / codes of a word)]: codes plus 2 ** (bits - 1), lowest bits first. weight_scale [outputs, groups];
+    weight_zero_point int32, packed along outputs likewise [ceil(outputs / codes of a word), groups], or int8 [outputs,
+    groups]; weight_shape (outputs, inputs); weight_g_idx int32 [inputs]: the group of each input, -1 where they are in
+    order. A number is (code - zero) * scale."""
 
     def __init__(self, parts: Parts, settings: Settings) -> None:
         self._parts = parts

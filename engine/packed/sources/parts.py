@@ -37,8 +37,8 @@ _UNUSED = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Holds what a configuration says of all weights of a checkpoint, where tensors alone do not say it. Everything in
-    it may be wrong: what does not fit the tensors is refused."""
+    """A record of settings that a configuration gives for all weights of a checkpoint, and that tensors alone do not
+    show. They may be wrong: a setting that does not fit the tensors is refused."""
 
     bits: int = 4  # bits of a code of GPTQ
     groups: tuple[int, ...] = ()  # numbers of inputs that share a scale, in some weight or other; 0: all
@@ -47,8 +47,8 @@ class Settings:
 
 
 class QuantisedWeight(Protocol):
-    """One weight [outputs, inputs] of a checkpoint. Sizes and types are checked when it is made; reading it may still
-    raise SourceRefused, for numbers that are no scales."""
+    """One quantised weight [outputs, inputs] of a checkpoint. Sizes and types are checked when it is made. Reading it
+    may still raise SourceRefused, for scales that are not finite or too large."""
 
     outputs: int
     inputs: int
@@ -62,16 +62,16 @@ class QuantisedWeight(Protocol):
         ...
 
     def rows(self, first: int, last: int) -> Codes | Tensor:
-        """Return the outputs `first` to `last` (not included): codes, or fp32 numbers."""
+        """Return the outputs `first` to `last` (not included): as codes with scales, or as fp32 numbers."""
         ...
 
     def laid(self, numbers: Tensor) -> Tensor:
-        """Bring numbers [outputs, inputs] into the weight's shape in the model."""
+        """Rearrange numbers [outputs, inputs] to the weight's shape in the model."""
         ...
 
 
 class Parts:
-    """The tensors of one weight, by what they are to it."""
+    """The tensors that make up one quantised weight, by role: `qweight`, `scales`, `g_idx` and so on."""
 
     def __init__(self, checkpoint: Checkpoint, weight: str) -> None:
         self.weight = weight
@@ -108,8 +108,8 @@ class Parts:
         return SourceRefused(f"the weight {self.weight[:120]} cannot be read: {reason}")
 
     def check(self, part: str, shapes: Iterable[tuple[int, ...]], dtypes: Iterable[str]) -> tuple[int, ...]:
-        """Return the shape of a part. Raises SourceRefused if it is missing, or of another shape or type than one of
-        these."""
+        """Return the shape of the tensor in role `part`. Raises SourceRefused if it is missing, or its shape or type is
+        none of these."""
         if part not in self._names:
             raise self.refuse(f"it has no {part}")
         shape, dtype = self.shape(part), self.dtype(part)
@@ -120,8 +120,8 @@ class Parts:
         return shape
 
     def matrix(self, part: str, dtypes: Iterable[str]) -> tuple[int, int]:
-        """Return the shape of a part that is a matrix. Raises SourceRefused if it is none, is empty, or of another
-        type."""
+        """Return the shape of the tensor in role `part`, which must be a matrix. Raises SourceRefused if it is missing,
+        is no matrix, is empty, or is of another type."""
         if part not in self._names:
             raise self.refuse(f"it has no {part}")
         shape = self.shape(part)
@@ -131,16 +131,17 @@ class Parts:
         return shape[0], shape[1]
 
     def checked(self, scales: Tensor) -> Tensor:
-        """Return scales as fp32. Raises SourceRefused if one is not finite, or does not fit fp16, in which scales are
-        kept."""
+        """Return scales as fp32. Raises SourceRefused if one is not finite or too large for fp16, the type in which
+        scales are kept."""
         scales = scales.float()
         if not scales.isfinite().all() or scales.abs().max() > MOST_SCALE:
             raise self.refuse("a scale is not finite, or beyond 65504")
         return scales
 
     def powers(self, exponents: Tensor) -> Tensor:
-        """Return the powers of two that bytes stand for as exponents (E8M0), as fp32. Raises SourceRefused for those
-        above 2 ** 15, and for the byte that stands for NaN. Those below 2 ** -24 become 0 in fp16, when packed."""
+        """Return the powers of two whose exponents these bytes are (E8M0), as fp32. Raises SourceRefused for powers
+        above 2 ** 15, and for the byte that stands for NaN. Powers below 2 ** -24 become 0 when they are packed to
+        fp16."""
         return self.checked(torch.exp2(exponents.float() - _E8M0_BIAS))
 
     def finite(self, numbers: Tensor) -> Tensor:
@@ -151,8 +152,9 @@ class Parts:
         return numbers
 
     def order(self, part: str, group: int, groups: int) -> Tensor | None:
-        """Return the group of each input, int64 [inputs], or None if groups are of adjacent inputs. Raises
-        SourceRefused for a group that does not exist. All -1: in order."""
+        """Return the group of each input, int64 [inputs], from the tensor in role `part`; None if each group has
+        adjacent inputs, in order (all -1 means that too). group: inputs of a group. Raises SourceRefused for a group
+        that does not exist."""
         order = self.read(part).long()
         if (order == -1).all() or torch.equal(order, torch.arange(len(order)) // group):
             return None
@@ -162,8 +164,8 @@ class Parts:
 
 
 def part_of(tensor: str) -> tuple[str, str] | None:
-    """Return the weight that a tensor of a quantised checkpoint belongs to, and what it is to it; None for a tensor
-    that stands for itself."""
+    """Return (weight, role) for a tensor that is part of a quantised weight, such as NAME.qweight: the weight that it
+    belongs to and its role in it. None for a tensor that is a weight by itself."""
     prefix, _, leaf = tensor.rpartition(".")
     if leaf in _LEAVES:
         return f"{prefix}.weight", leaf
@@ -174,23 +176,25 @@ def part_of(tensor: str) -> tuple[str, str] | None:
 
 
 def is_unused(tensor: str) -> bool:
-    """Return whether a tensor belongs to quantised activations or quantised KV."""
+    """Return whether a tensor serves quantised activations or quantised KV, which Reprise does not use."""
     return tensor.rpartition(".")[2] in _UNUSED
 
 
 def is_kept(inputs: int, group: int) -> bool:
-    """Return whether codes with a scale for each `group` inputs can be kept: whole groups of ours have one scale."""
+    """Return whether codes with one scale for each `group` inputs can be packed as they are: our groups of GROUP inputs
+    then have one scale each."""
     return inputs % GROUP == 0 and group % GROUP == 0
 
 
 def spread(numbers: Tensor, group: int, inputs: int) -> Tensor:
-    """Repeat the scales of groups of `group` inputs for groups of GROUP. numbers [outputs, groups] -> [outputs, inputs
-    / GROUP]. The last group may be short."""
+    """Return scales for groups of GROUP inputs, made by repeating scales of groups of `group` inputs: [outputs, groups]
+    -> [outputs, inputs / GROUP]. The last group may be short."""
     return numbers.repeat_interleave(group // GROUP, dim=1)[:, : inputs // GROUP].contiguous()
 
 
 def by_input(numbers: Tensor, group: int, inputs: int) -> Tensor:
-    """Repeat the scales of groups for every input: [outputs, groups] -> [outputs, inputs]."""
+    """Return a scale for every input, made by repeating scales of groups of `group` inputs: [outputs, groups] ->
+    [outputs, inputs]."""
     return numbers.repeat_interleave(group, dim=1)[:, :inputs]
 
 
@@ -206,8 +210,8 @@ def unpack_nibbles(raw: Tensor) -> Tensor:
 
 
 def group_of(parts: Parts, inputs: int, groups: int, settings: Settings) -> int:
-    """Return how many inputs share a scale. Raises SourceRefused if none of the settings' sizes gives that number of
-    groups."""
+    """Return how many inputs share a scale, given that `inputs` inputs have `groups` scales. Raises SourceRefused if
+    none of the settings' group sizes gives that number."""
     if groups == 1:
         return inputs
     for size in settings.groups:
@@ -217,8 +221,8 @@ def group_of(parts: Parts, inputs: int, groups: int, settings: Settings) -> int:
 
 
 def block_of(parts: Parts, shape: tuple[int, ...], outputs: int, inputs: int, settings: Settings) -> tuple[int, int]:
-    """Return how many outputs and inputs share a scale of a matrix of scales. Raises SourceRefused if none of the
-    settings' sizes gives a matrix of that shape."""
+    """Return (outputs, inputs) of the blocks that share a scale, for a matrix of scales of this shape. Raises
+    SourceRefused if none of the settings' block sizes gives that shape."""
     for rows, columns in settings.blocks:
         if min(rows, columns) > 0 and shape == (-(-outputs // rows), -(-inputs // columns)):
             return rows, columns
@@ -233,7 +237,7 @@ def scaled_by_blocks(weight: Tensor, scales: Tensor, first: int, block: tuple[in
 
 
 class Matrix:
-    """Provides what most formats have in common: the weight is a matrix in the model as well."""
+    """A base for readers of weights that are matrices in the model too, as in most formats."""
 
     outputs: int
     inputs: int

@@ -39,9 +39,9 @@ _READERS: dict[str, tuple[Any, ...]] = {
 
 
 def of_checkpoint(path: Path) -> "Source | None":
-    """Return the source of the weights of a model directory; None if they are not quantised. Only names, sizes and
-    orders are read. Raises SourceRefused for a checkpoint that is quantised otherwise than it says, or in a way that is
-    not read."""
+    """Return the source of the weights of a model directory; None if they are not quantised. Reads only names, sizes
+    and the order of inputs. Raises SourceRefused for a checkpoint whose tensors do not fit the format that it names, or
+    whose format is not supported."""
     found = quantisation_of(path)
     if found is None:
         return None
@@ -50,21 +50,21 @@ def of_checkpoint(path: Path) -> "Source | None":
 
 
 def of_plain_checkpoint(path: Path) -> "Source":
-    """Return the source of weights that are not quantised. Raises SourceRefused if the directory's files cannot be
-    read."""
+    """Return the source of the weights of a model directory that is not quantised. Raises SourceRefused if its files
+    cannot be read."""
     return Source(Checkpoint(path), "", "", Settings())
 
 
 def check_quantisation(path: Path) -> str:
-    """Return the format, for people, in which a model's configuration says that its weights are quantised; empty if it
-    does not. The weights need not be there. Raises SourceRefused for one that is not read."""
+    """Return the name, for people, of the format in which a model's configuration says that its weights are quantised;
+    empty if it names none. The weights need not be there. Raises SourceRefused for a format that is not supported."""
     found = quantisation_of(path)
     return "" if found is None else method_of(found)[1]
 
 
 class Source:
-    """The weights of a checkpoint, under the names that they had before they were quantised. Weights that are not
-    quantised come as they are. For one thread."""
+    """The weights of a checkpoint, under the names that they had before they were quantised. It returns quantised
+    weights as codes or numbers, and other weights as they are stored. For one thread."""
 
     def __init__(self, checkpoint: Checkpoint, method: str, form: str, settings: Settings) -> None:
         """Take a checkpoint's tensors apart into weights. method: empty for one that is not quantised. form: name of
@@ -95,7 +95,8 @@ class Source:
         return name in self._quantised
 
     def kept(self, name: str) -> Kept:
-        """Return how a quantised weight comes, see `Kept`."""
+        """Return whether packing a quantised weight can keep its codes (`codes`) or its places in a table of numbers
+        (`table`), or has to round its numbers again (`dense`)."""
         return self._quantised[name].kept
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -104,35 +105,37 @@ class Source:
         return self._checkpoint.shape(self._plain[name]) if weight is None else weight.shape
 
     def matrix(self, name: str) -> tuple[int, int]:
-        """Return a quantised weight's outputs and inputs. Outputs of several experts follow one another."""
+        """Return (outputs, inputs) of a quantised weight. Of experts, the outputs of all follow one another."""
         weight = self._quantised[name]
         return weight.outputs, weight.inputs
 
     def bits(self, name: str) -> Bits:
-        """Return the bits of the codes that a quantised weight has when it is packed and nothing else is asked for."""
+        """Return the bits of the codes that a quantised weight gets when it is packed without rounding; 8 if it must be
+        rounded."""
         return self._quantised[name].bits if self.kept(name) != "dense" else 8
 
     def is_rounded_again(self, name: str) -> bool:
-        """Return whether a weight has codes that cannot be kept."""
+        """Return whether a weight was quantised to codes that packing cannot keep, so that they are rounded a second
+        time."""
         weight = self._quantised.get(name)
         return weight is not None and weight.has_codes and weight.kept == "dense"
 
     def text(self, name: str) -> str:
-        """Say for people how a quantised weight is packed when nothing else is asked for: int4, int8, fp4, or q8 for
-        one that is rounded."""
+        """Return, for people, how a quantised weight is packed when `model.weights` asks for no bits: int4, int8, fp4,
+        or q8 for a weight that is rounded."""
         kinds: dict[Kept, str] = {"codes": f"int{self.bits(name)}", "table": "fp4", "dense": "q8"}
         return kinds[self.kept(name)]
 
     def rows(self, name: str, first: int, last: int) -> Codes | Tensor:
-        """Return the outputs `first` to `last` (not included) of a quantised weight: its codes, or fp32 numbers. Raises
-        SourceRefused."""
+        """Return the outputs `first` to `last` (not included) of a quantised weight, as codes or as fp32 numbers.
+        Raises SourceRefused, and IndexError for outputs that do not exist."""
         weight = self._quantised[name]
         if not 0 <= first < last <= weight.outputs:
             raise IndexError(f"rows {first} to {last} of {weight.outputs}")
         return weight.rows(first, last)
 
     def dense(self, name: str, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        """Return a weight in the model's shape: a quantised one rounded to `dtype`, another as it is. Raises
+        """Return a weight as numbers in the model's shape: a quantised one rounded to `dtype`, another as it is. Raises
         SourceRefused."""
         weight = self._quantised.get(name)
         if weight is None:
@@ -144,19 +147,19 @@ class Source:
         return weight.laid(out)
 
     def is_packable(self, name: str, bits: Bits | None) -> bool:
-        """Return whether `packed` can pack a quantised weight. What is rounded needs whole groups of inputs; the groups
-        of NVFP4, whose codes are kept, are half as large."""
+        """Return whether `packed` can pack a quantised weight. A weight that is rounded needs a multiple of GROUP
+        inputs; a weight that keeps its codes does not."""
         weight = self._quantised[name]
         return (bits is None and weight.kept != "dense") or weight.inputs % GROUP == 0
 
     def codes(self, name: str, first: int, last: int, bits: Bits | None) -> Codes:
-        """Return some outputs of a quantised weight as codes: its own, or rounded to `bits` bits; to 8 where it has
-        none to keep. Raises SourceRefused."""
+        """Return outputs `first` to `last` (not included) of a quantised weight as codes. bits: number of bits to round
+        to; None: its own codes, or 8 bits if they cannot be kept. Raises SourceRefused."""
         return _as_codes(self.rows(name, first, last), bits)
 
     def packed(self, name: str, bits: Bits | None) -> PackedWeight:
-        """Pack a quantised weight: with its own codes, or rounded to `bits` bits; to 8 where its codes cannot be kept.
-        Raises SourceRefused, ValueError."""
+        """Pack a quantised weight. bits: number of bits to round to; None: keep its own codes, or round to 8 bits if
+        they cannot be kept. Raises SourceRefused, ValueError."""
         if not self.is_packable(name, bits):
             raise ValueError(f"{name[:120]} has {self._quantised[name].inputs} inputs, no multiple of {GROUP}")
         weight = self._quantised[name]
