@@ -15,8 +15,8 @@ from reprise.kernels.views import as_bf16, as_bits, as_stream
 
 
 class BlockWriter(Protocol):
-    """A writer of stored blocks into one layer's pool, in bf16 or packed. Any thread may use it, if no other writes to
-    the same pages. Releases the GIL. Made by `block_writer`."""
+    """A writer of stored blocks into the pages of one layer, in bf16 or packed as int8. Any thread may use it, if no
+    other writes to the same pages. Releases the GIL. Made by `block_writer`."""
 
     has_team: bool
     """Whether `write` can use torch's team of threads."""
@@ -135,7 +135,8 @@ def _check(
 
 
 def block_writer(pages: KvPages, block_rows: int) -> BlockWriter | None:
-    """Return a writer for this pool, or None if the compiled kernels cannot be used."""
+    """Return a writer of blocks of `block_rows` rows into these pages, or None if the compiled kernels cannot be
+    used."""
     if not pages.has_kernels or any(x.stride(-1) != 1 for x in (pages.k, pages.v)):
         return None
     if pages.k.is_cuda:

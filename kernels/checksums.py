@@ -23,8 +23,8 @@ _BYTES_EACH = 4 << 20  # below this, waking a thread costs more than it does
 
 
 def checksums(memory: NDArray[np.uint8], size: int, chosen: NDArray[np.int64]) -> Sums:
-    """Return the xxh3_64 of some segments, uint64 [chosen]. memory: segments of `size` bytes back to back. Any thread
-    may call it. Raises IndexError for a segment outside of the memory."""
+    """Return the xxh3_64 checksums of some segments, uint64 [chosen]. memory: segments of `size` bytes back to back.
+    chosen: their indices. Any thread may call it. Raises IndexError for a segment outside of the memory."""
     numbers: list[int] = chosen.tolist()  # a block is sealed every 32 tokens, layer by layer: microseconds count
     if numbers and not (min(numbers) >= 0 and (max(numbers) + 1) * size <= len(memory)):
         raise IndexError("there is no such segment")
@@ -48,7 +48,8 @@ def checksums(memory: NDArray[np.uint8], size: int, chosen: NDArray[np.int64]) -
 
 
 def prepare() -> None:
-    """Load what `checksums` needs, or compile it the first time, so that no turn waits for that."""
+    """Load the kernel that `checksums` uses, if any, compiling it at the first start, so that no request waits for that
+    later."""
     _compiled()
 
 

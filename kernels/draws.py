@@ -25,9 +25,9 @@ _FACTORS = ((30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB - (1 <
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """The facts about rows of logits that a draw needs, so that it reads only few tokens. FLOORS are descending
-    log-probabilities. Each has a level: the tokens above this floor, but not above the previous one. A token arrives at
-    a random time, divided by its probability, and the first one is drawn."""
+    """The facts about rows of logits with which tokens are drawn, so that a draw reads only few tokens. FLOORS are
+    descending log-probabilities; the level of a floor holds the tokens above it, but not above the previous floor. A
+    token arrives at a random time, divided by its probability, and the first one is drawn."""
 
     keys: Tensor  # [rows, n] int64: bits of the fp32 -logprob << 32 | id of tokens above the first floor; else NO_KEY
     counts: Tensor  # [rows] int64: how many there are above the first floor, perhaps more than n
@@ -53,10 +53,10 @@ def _shifted(words: Tensor, count: int) -> Tensor:
 
 
 def survey(logits: Tensor, temperatures: Tensor, starts: Tensor) -> Survey:
-    """Return what drawing a token for each row needs. For each level (a range of log-probabilities between two FLOORS)
-    it is the token that arrives first in the sampler's race, and for each floor the probability of all tokens above it.
-    logits fp32 [rows, vocab], with a finite maximum in each row and no NaN; temperatures fp32 [rows]; starts int64
-    [rows], where the random numbers of a row begin, as in `waits`."""
+    """Return the facts with which a token is drawn for each row. For each level (a range of log-probabilities between
+    two FLOORS) it is the token that arrives first in the sampler's race, and for each floor the probability of all
+    tokens above it. logits fp32 [rows, vocab], with a finite maximum in each row and no NaN; temperatures fp32 [rows];
+    starts int64 [rows], where the random numbers of a row begin, as in `waits`."""
     logprobs = (logits / temperatures[:, None]).log_softmax(-1)
     ids = torch.arange(logits.shape[1], device=logits.device)
     probs = logprobs.double().exp()

@@ -15,8 +15,8 @@ def write_rows(pages: Tensor, slots: Tensor, rows: Tensor) -> None:
 
 
 def gather_rows(pages: Tensor, slots: Tensor) -> Tensor:
-    """Return a copy of the rows in these slots as they are: [n, *row], contiguous. pages, slots as in `write_rows`;
-    slots may repeat."""
+    """Return a copy of the rows in these slots, in the form in which the pages store them: [n, *row], contiguous.
+    pages, slots as in `write_rows`; slots may repeat."""
     return _flat(pages).index_select(0, slots)
 
 

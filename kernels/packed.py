@@ -28,7 +28,7 @@ TABLES: dict[str, tuple[float, ...]] = {
 
 
 class HasTable(Protocol):
-    """A packed weight, in whatever layout."""
+    """A packed weight in any layout, with codes and perhaps a table of the numbers that they stand for."""
 
     @property
     def codes(self) -> Tensor: ...
@@ -63,7 +63,8 @@ class Codes:
 
 
 def joined_codes(parts: Sequence[Codes]) -> Codes:
-    """Return a weight with the outputs of all parts, which agree in form. Raises ValueError if they do not."""
+    """Return one weight with the outputs of all parts, one after the other. Raises ValueError if the parts are
+    quantised in different ways."""
     first = parts[0]
     if len({(part.bits, part.group, part.table, part.lows is None) for part in parts}) > 1:
         raise ValueError("weights that are joined are quantised in different ways")
@@ -79,7 +80,7 @@ def joined_codes(parts: Sequence[Codes]) -> Codes:
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
     """A weight in the layout in which kernels read it. codes uint8, flat; scales, lows fp16 [blocks, groups, BLOCK].
-    With experts it is as many matrices of one shape, one after the other, each in whole blocks; 0: one matrix."""
+    experts: how many matrices of this shape it has, one after the other, each in whole blocks; 0: it is one matrix."""
 
     codes: Tensor
     scales: Tensor
@@ -102,7 +103,7 @@ class PackedWeight:
 
 
 def pack(weight: Codes) -> PackedWeight:
-    """Lay a weight out. Raises ValueError if its scales do not fit fp16."""
+    """Return a weight in the layout in which kernels read it. Raises ValueError if its scales do not fit fp16."""
     outputs, inputs = weight.codes.shape
     rows, columns = -outputs % BLOCK, -inputs % GROUP
     codes = F.pad(weight.codes, (0, columns, 0, rows))
@@ -134,7 +135,8 @@ def on_device(weight: PackedWeight, device: torch.device) -> PackedWeight:
 
 
 def stacked(weights: Sequence[PackedWeight]) -> PackedWeight:
-    """Return one weight of the matrices of experts, which agree in shape and form. Raises ValueError if they do not."""
+    """Return the matrices of several experts as one weight. Raises ValueError if they differ in shape or are packed in
+    different ways."""
     first = weights[0]
     if len({(one.shape, one.bits, one.group, one.table, one.lows is None) for one in weights}) > 1:
         raise ValueError("experts of one layer are packed in different ways")
@@ -148,7 +150,7 @@ def stacked(weights: Sequence[PackedWeight]) -> PackedWeight:
 
 
 def expert_of(weight: PackedWeight, expert: int) -> PackedWeight:
-    """Return the matrix of one expert, in the memory of the whole weight."""
+    """Return the matrix of one expert. It shares the memory of the whole weight."""
     blocks, size = len(weight.scales) // weight.experts, len(weight.codes) // weight.experts
     own = slice(expert * blocks, (expert + 1) * blocks)
     return replace(
@@ -161,7 +163,8 @@ def expert_of(weight: PackedWeight, expert: int) -> PackedWeight:
 
 
 def first_outputs(weight: PackedWeight, outputs: int) -> PackedWeight:
-    """Return the first outputs of a weight that is one matrix, at most all of them, in the memory of the whole."""
+    """Return the first `outputs` outputs of a weight that is one matrix, or all if it has fewer. The result shares the
+    weight's memory."""
     blocks, size = -(-outputs // BLOCK), len(weight.codes) // len(weight.scales)
     return replace(
         weight,
@@ -181,8 +184,9 @@ def _laid_out(numbers: Tensor, rows: int, groups: int) -> Tensor:
 
 
 def code_numbers(codes: Tensor, bits: int, has_lows: bool, table: Table | None) -> Tensor:
-    """Return the numbers that codes stand for, before they are scaled, in fp32 and in the shape of the codes. codes: 0
-    to 15 for 4 bits, -128 to 127 for 8. has_lows: 4-bit codes without lows or table stand for -8 to 7."""
+    """Return the numbers that codes stand for before they are scaled, in fp32 and in the shape of the codes. codes: 0
+    to 15 for 4 bits, -128 to 127 for 8. has_lows: whether groups have lows; 4-bit codes without lows and table stand
+    for -8 to 7. table: the codes are places in it."""
     if table is not None:
         places = codes.int().flatten()
         return torch.tensor(TABLES[table], device=codes.device).index_select(0, places).view(codes.shape)
@@ -191,13 +195,13 @@ def code_numbers(codes: Tensor, bits: int, has_lows: bool, table: Table | None) 
 
 
 def table_of(weight: HasTable) -> Tensor | None:
-    """Return the numbers that codes are places of, fp32 [16]; None if codes are numbers themselves. Modules keep it
-    beside codes and scales, so that a digest of all they keep tells equal codes of other numbers apart."""
+    """Return the table of numbers whose places the codes are, fp32 [16]; None if codes are numbers themselves. Modules
+    keep it beside codes and scales, so that a digest of these tells weights apart that differ only in the table."""
     return None if weight.table is None else torch.tensor(TABLES[weight.table], device=weight.codes.device)
 
 
 def unpack_codes(weight: PackedWeight) -> Tensor:
-    """Return the codes, int8 [outputs, inputs]: 0 to 15 for 4 bits, -128 to 127 for 8."""
+    """Return a packed weight's codes, int8 [outputs, inputs]: 0 to 15 for 4 bits, -128 to 127 for 8."""
     blocks = weight.scales.shape[0]
     groups = weight.codes.numel() * 8 // weight.bits // (blocks * BLOCK * GROUP)
     if weight.bits == 4:

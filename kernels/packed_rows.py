@@ -47,7 +47,7 @@ class PackedRows:
 
 
 def by_rows(weight: PackedWeight, device: torch.device) -> PackedRows:
-    """Lay out a weight by rows, on a device."""
+    """Return a weight in the layout for CUDA, on a device: each output's codes in one row of bytes."""
     on_device = (None if x is None else x.to(device) for x in (weight.codes, weight.scales, weight.lows))
     codes, scales, lows = on_device
     assert codes is not None

@@ -30,8 +30,8 @@ def save_kernels() -> ModuleType | None:
 
 
 def compile_for(targets: Sequence[Tensor], device: torch.device) -> None:
-    """Compile now the functions that `copy_into_blocks` compiles at its first call on CUDA, for these targets. Copies
-    no row."""
+    """Compile for these targets, ahead of time, the functions that `copy_into_blocks` would compile at its first call
+    on CUDA. Copies no row."""
     sources = [torch.empty(1, *target.shape[2:], dtype=target.dtype, device=device) for target in targets]
     copy_into_blocks(targets, [sources], np.zeros((1, 5), np.int64))
 

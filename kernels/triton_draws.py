@@ -101,8 +101,8 @@ def _survey(
 
 
 def survey(logits: Tensor, temperatures: Tensor, starts: Tensor) -> Survey:
-    """Return for each row what drawing its token needs, the same as `reprise.kernels.draws.survey`. logits must be
-    contiguous."""
+    """Return the facts with which a token is drawn for each row, the same as `reprise.kernels.draws.survey`. logits
+    must be contiguous."""
     rows, vocab = logits.shape
     levels = len(FLOORS)
     found = Survey(

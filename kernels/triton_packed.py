@@ -217,8 +217,8 @@ def _processors(device: torch.device) -> int:
 
 
 def shares(weight: PackedRows) -> tuple[int, int]:
-    """Return (programs that share the sum of an output, groups of inputs that each of them adds up). It does not depend
-    on the number of rows, so a row's sum has the same order in every batch."""
+    """Return (programs that compute an output's sum together, groups of inputs that each of them adds up). Neither
+    depends on the number of rows, so a row's sum has the same order in every batch."""
     groups, group_bytes = weight.scales.shape[1], weight.group * weight.bits // 8
     programs = -(-weight.outputs // _OUTPUTS)
     wanted = -(-2 * _processors(weight.codes.device) // programs)
@@ -229,7 +229,8 @@ def shares(weight: PackedRows) -> tuple[int, int]:
 
 
 def stages(tile_rows: int, bits: int, group: int) -> int:
-    """Return how many loads of a product of `tile_rows` rows are under way: as many as registers and memory allow."""
+    """Return how many loads a product of `tile_rows` rows keeps under way: as many as registers and memory allow. bits,
+    group: of the weight's codes."""
     return 2 if (tile_rows, bits, group) == (32, 4, 16) else _STAGES[tile_rows]  # else registers spill on an A100
 
 

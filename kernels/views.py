@@ -19,13 +19,14 @@ def as_bits(x: Tensor) -> Bf16:
 
 
 def as_bf16(pages: Tensor) -> Tensor:
-    """Return a view of a pool as bf16, even of a packed one: two bytes to each element."""
+    """Return a view of a KV pool as bf16, for kernels that take bf16 arrays. A packed pool's bytes are viewed two to an
+    element."""
     return pages.view(torch.bfloat16)
 
 
 def as_stream(x: Tensor) -> np.ndarray:
-    """Return a view of the memory of a tensor with any strides, from its first to its last element, as one axis; uint16
-    if it is bf16. `x.stride()` gives the positions of elements."""
+    """Return a flat view of a tensor's memory, from its first to its last element, for kernels that index it by
+    strides. The tensor may have any strides. The view is uint16 if the tensor is bf16."""
     span = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     stream = x.as_strided((span,), (1,))
     return as_bits(stream) if x.dtype == torch.bfloat16 else stream.numpy()

@@ -23,7 +23,8 @@ except ImportError as error:
 
 
 class FlashAttention:
-    """A backend that makes one varlen call of flash-attn per layer on the current stream, asynchronously."""
+    """A backend that calls flash-attn once per layer for all sequences (varlen), on the current stream,
+    asynchronously."""
 
     name = "flash"
     page_multiple = 256  # flash-attn 2 refuses other page sizes
@@ -33,8 +34,8 @@ class FlashAttention:
             raise BackendUnavailable("flash-attn needs a CUDA device")
 
     def forward(self, q: Tensor, kv: KvPages, meta: AttentionMeta, params: AttentionParams) -> Tensor:
-        """Attend as `AttentionBackend.forward` demands. Raises AttentionUnsupported for sinks, other dtypes, and heads
-        of unequal or larger widths."""
+        """Attend as `AttentionBackend.forward` demands. Raises AttentionUnsupported for sinks, a selection, other
+        dtypes, and heads of unequal or larger widths."""
         if params.sinks is not None:
             raise AttentionUnsupported("flash-attn 2 has no attention sinks")
         if params.selection is not None:

@@ -33,7 +33,8 @@ class PromptAttention:
         self._attend = attend
 
     def takes(self, q: Tensor, kv: KvPages, params: AttentionParams) -> bool:
-        """Return whether torch's flash kernel can compute a layer."""
+        """Return whether torch's flash kernel can compute this layer: numbers of 16 bits, heads of a suitable size, and
+        no window, softcap or sinks."""
         dim = q.shape[2]
         return (
             q.dtype in (torch.bfloat16, torch.float16)
@@ -46,8 +47,8 @@ class PromptAttention:
 
     @staticmethod
     def is_long(rows: int, context: int) -> bool:
-        """Return whether a sequence with so many query rows and context rows is so long that gathering its pages
-        pays."""
+        """Return whether a sequence with so many query rows and context rows is long enough for this kernel to be
+        faster, in spite of the gathering of its pages."""
         return rows >= _LEAST_ROWS or context >= _LEAST_CONTEXT
 
     def forward(

@@ -45,7 +45,7 @@ class Selection:
 
 @dataclass(frozen=True, slots=True)
 class AttentionParams:
-    """The parameters that differ between layers."""
+    """The parameters of one layer's attention, which may differ between layers."""
 
     scale: float
     window: int | None  # sliding window: query q sees key k if 0 <= q - k < window
@@ -86,8 +86,8 @@ class KvPages:
 
     @staticmethod
     def to_rows(numbers: Tensor) -> Tensor:
-        """Return numbers in the form in which these pages store them: [..., dim] -> [..., dim + beside]. The last
-        `beside` elements are what a head of this format has in addition, such as a scale."""
+        """Return numbers in the form in which these pages store them: [..., dim] -> [..., dim + beside]. `beside`
+        elements of this format, such as a scale, follow the numbers of a head."""
         return numbers
 
     @staticmethod

@@ -30,8 +30,8 @@ class Candidates:
 
 
 def find_candidates(meta: AttentionMeta, min_context: int) -> Candidates | None:
-    """Return the sequences of a step that may read a part of their contexts, which have at least `min_context` rows;
-    None if there are none."""
+    """Return the sequences of a step that may attend to a part of their contexts: those in `meta.partial` with one
+    query row and a context of at least `min_context` (and LEAST_CONTEXT) rows. None if there are none."""
     least = max(min_context, LEAST_CONTEXT)
     found = [i for i in sorted(meta.partial) if meta.query_lens[i] == 1 and meta.context_lens[i] >= least]
     if not found:
@@ -57,26 +57,28 @@ class LayerMoments:
 
 @dataclass(frozen=True, slots=True)
 class Selecting:
-    """A selector of context rows, and the length of the contexts from which on they are read in part."""
+    """A selector of the context rows that decode steps read, and the least length of contexts for which it is used.
+    Shorter contexts are read whole."""
 
     selector: "KvSelector"
     min_context: int
 
     def of_step(self, meta: AttentionMeta) -> "StepSelection | None":
-        """Return the selection for a step; None where no sequence reads a part of its context."""
+        """Return the selector with the sequences of this step for which it chooses rows; None if all sequences read
+        their whole contexts."""
         if not meta.partial:
             return None
         candidates = find_candidates(meta, self.min_context)
         return None if candidates is None else StepSelection(self.selector, candidates)
 
     def takes(self, context: int) -> bool:
-        """Return whether a context of this many rows is read in part."""
+        """Return whether a context of this many rows is long enough to be read in part."""
         return context >= max(self.min_context, LEAST_CONTEXT)
 
 
 @dataclass(frozen=True, slots=True)
 class SelectorInputs:
-    """The arguments for making a selector, which chooses the rows of long contexts that attention reads."""
+    """The arguments for making a selector, which chooses the rows of long contexts that decode steps read."""
 
     share: float  # share of a context's rows that may be read, both ends included
     num_pages: int  # pages of the pool
@@ -100,15 +102,15 @@ class KvSelector(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StepSelection:
-    """A selector with the sequences of one step for which it chooses rows."""
+    """The selection in one step: a selector of context rows, and the sequences (candidates) whose rows it chooses."""
 
     selector: KvSelector
     candidates: Candidates
     guesses: dict[int, Tensor] = field(default_factory=dict)  # layer -> as `queries`, for selectors that look ahead
 
     def of_layer(self, layer: int, queries: Tensor, kv: KvPages, params: AttentionParams) -> Selection | None:
-        """Choose rows for one layer, as `KvSelector.choose` does. Returns None for layers with a window, softcap or
-        sinks."""
+        """Return the context rows that one layer reads, as `KvSelector.choose` does; None to read all: in layers with a
+        window, softcap or sinks, and in layers without a guess if the selector looks ahead."""
         if params.window is not None or params.softcap is not None or params.sinks is not None:
             return None
         if self.selector.looks_ahead:
@@ -118,8 +120,8 @@ class StepSelection:
 
 
 def most_rows(context: int, share: float) -> int:
-    """Return the most rows of a context that may be read: `share` of them, but at least one more than both ends, which
-    are always read."""
+    """Return how many rows of a context may be read: `share` of them, but at least one more than the ALWAYS rows at
+    each end, which are always read."""
     return min(context, max(2 * ALWAYS + 1, int(share * context)))
 
 
@@ -130,23 +132,23 @@ def context_keys(kv: KvPages, pages: Tensor, context: int) -> Tensor:
 
 
 def weights(scores: Tensor) -> Tensor:
-    """Return log2 of how large each context row's softmax weight is, as a share of the largest weight of the same query
-    head. Of a kv head's query heads the greatest share counts. scores fp32 [kv_heads, group, rows]: logits to the base
-    of 2. Returns [kv_heads, rows]."""
+    """Return log2 of each context row's softmax weight relative to the largest weight of the same query head,
+    [kv_heads, rows]. Of the query heads that share a kv head, the one with the greatest value counts. scores fp32
+    [kv_heads, group, rows]: logits to the base of 2."""
     return (scores - scores.amax(-1, keepdim=True)).amax(1)
 
 
 def strongest(weight: Tensor, most: int) -> Tensor:
     """Return the indices of `most` context rows, int32 [kv_heads, most], ascending: the first and last ALWAYS rows, and
-    those of the greatest weight. weight [kv_heads, rows]."""
+    those of the greatest weight. weight [kv_heads, rows], as from `weights`."""
     weight = weight.clone()
     weight[:, :ALWAYS] = weight[:, -ALWAYS:] = float("inf")
     return weight.topk(most, dim=-1).indices.sort(-1).values.int()
 
 
 def as_selection(candidates: Candidates, rows: Mapping[int, Tensor]) -> Selection:
-    """Return the choices of several candidates as one Selection. rows: index among the candidates -> [kv_heads, chosen]
-    int32."""
+    """Return the rows chosen for several candidates (sequences of a step) as one Selection. rows: index among the
+    candidates -> [kv_heads, chosen] int32."""
     kv_heads, most = next(iter(rows.values())).shape[0], max(chosen.shape[1] for chosen in rows.values())
     padded = torch.zeros(len(rows), kv_heads, most, dtype=torch.int32)
     counts = torch.empty(len(rows), kv_heads, dtype=torch.int64)

@@ -223,8 +223,8 @@ def attend_selected(
 
 
 def attend_to_chosen(q: Tensor, kv: KvPages, pages: Tensor, chosen: list[Tensor], params: AttentionParams) -> Tensor:
-    """Attend from the last row of a context, q [heads, k_dim], to some of its rows. chosen: for each kv head the
-    indices of the rows in the context. pages int64 [pages]: the context's. Returns [heads, v_dim]."""
+    """Compute attention of one query row, q [heads, k_dim], the last of a context, to chosen rows of it. chosen: for
+    each kv head the indices of the rows in the context. pages int64 [pages]: the context's. Returns [heads, v_dim]."""
     page_size, heads = kv.k.shape[1], q.shape[0]
     per_head = heads // kv.k.shape[2]
     mixed = []

@@ -450,15 +450,15 @@ class DecodePlan:
         self._items, self._merges = _pinned(most_items, 7), _pinned(most_sequences, 4)
 
     def launch(self, device: torch.device) -> list[_Launch]:
-        """Return tables on the device, still empty, from which the kernels read their work. `fill` copies the host's
-        tables to them."""
+        """Return the device tables from which the kernels read their work list, still empty. `fill` copies the list to
+        them."""
         items, merges = (torch.zeros_like(table, device=device) for table in (self._items, self._merges))
         items[:, 6] = -1  # a part would be written
         kind = self._group, self._window
         return [_Launch(kind, _decode_rows(self._group), items, merges, self._items.shape[0])]
 
     def fill(self, launches: Sequence[_Launch], context_lens: Sequence[int]) -> None:
-        """Write the work list of a step with contexts of these lengths to the tables. The previous step must have
+        """Write the work list of a step to the tables. context_lens: its contexts' lengths. The previous step must have
         ended, because its tables are overwritten."""
         lens = np.array(context_lens, dtype=np.int64)
         rows = _decode_rows(self._group)

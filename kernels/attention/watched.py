@@ -25,13 +25,13 @@ class WatchedAttention:
         self._counts: dict[int, int] = {}
 
     def begin(self, meta: AttentionMeta) -> bool:
-        """Forget the last step. Returns whether there is anything to watch in the step that begins."""
+        """Begin a step, forgetting the last one. Returns whether any of its sequences is watched."""
         self._layers_seen, self._sums, self._counts = 0, {}, {}
         return max(meta.query_lens, default=0) > 1
 
     def take(self) -> dict[int, list[float]]:
-        """Return sequence of the step -> the share of its attention that each block got, in order: the mean over the
-        watched rows and layers. The shares add up to 1, or less where sinks took some."""
+        """Return, by sequence of the step, the share of its attention that each block of its context got, in order: the
+        mean over the watched rows and layers. The shares add up to 1, or less where sinks took some."""
         shares = {sequence: (total / self._counts[sequence]).tolist() for sequence, total in self._sums.items()}
         self._sums, self._counts = {}, {}
         return shares

@@ -7,8 +7,8 @@ from torch import Tensor
 
 
 class Decodes(Protocol):
-    """A decoder that makes rows (K and V) from segments, a block's stored bytes in one layer. Thread-safe; the arrays
-    may hold any bytes."""
+    """A decoder of segments (a block's stored bytes in one layer) to the block's rows of K and V. Thread-safe; the
+    segments may hold any bytes."""
 
     device: torch.device
     """The device on which `raw` has to be. Segments are on it or on the CPU."""

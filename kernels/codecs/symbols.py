@@ -33,8 +33,8 @@ _TOTAL = 1 << PROBABILITY_BITS
 
 
 def symbol_tables() -> Tables:
-    """Return the tables of the entropy coder. They are equal on all machines that round sums of doubles alike, so
-    blocks can be decoded where they were not encoded."""
+    """Return the tables of the entropy coder. They are the same on all machines that round sums of doubles alike, so
+    that a block can be decoded on another machine."""
     classes = range(LEAST_CLASS, LARGEST_CLASS + 1)
     frequencies = np.stack([_frequencies(2 ** (c / 4)) for c in classes])
     starts = np.concatenate([np.zeros((len(classes), 1), np.int64), frequencies.cumsum(1)[:, :-1]], 1)

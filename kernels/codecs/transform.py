@@ -62,8 +62,8 @@ class LayerStatistics:
 
 @dataclass(frozen=True, slots=True)
 class LayerBasis:
-    """The part of a layer's calibration that does not depend on the rounding steps: means, the matrices between keys
-    and their components, and standard deviations."""
+    """The part of a layer's calibration that does not depend on the rounding steps: means, the matrices that turn keys
+    into decorrelated components and back, and standard deviations."""
 
     k_mean: Fp64
     v_mean: Fp64
@@ -133,16 +133,17 @@ class TransformCodec:
         segment_bytes: Sequence[int] | None = None,
     ) -> "TransformCodec":
         """Make a codec from bases by layer. k_step: the step in which components of keys are rounded, in the units of
-        `LayerBasis.into`. v_step: that of values, as a share of the size of their row and head. segment_bytes: by
-        layer; None for the size that blocks need which deviate as in calibration. Raises ValueError for steps that are
-        too fine."""
+        `LayerBasis.into`. v_step: the step for values, as a share of the size of their row and head. segment_bytes:
+        size of a coded block, by layer; None: the size that a block needs if it deviates as in calibration. Raises
+        ValueError for steps that are too fine."""
         layers = [_layer(basis, k_step, v_step) for basis in bases]
         if segment_bytes is None:
             segment_bytes = [_segment_bytes(layer, _tables()) for layer in layers]
         return cls(layers, segment_bytes=segment_bytes, dtype=dtype)
 
     def on(self, device: torch.device) -> Decodes:
-        """Return a decoder of the segments for pages on this device."""
+        """Return a decoder of the segments for pages on this device: one that runs there if Triton can, otherwise this
+        codec, which decodes on the CPU."""
         kernels = None if device.type == "cpu" else triton_transform()
         if kernels is None:
             return self

@@ -34,9 +34,9 @@ class AttentionTasks(NamedTuple):
 
 
 class Pool(NamedTuple):
-    """The keys or values of one layer in HBM: the address of the first, and the bytes from one page, row and head to
-    the next. Numbers of one head are adjacent. is_packed: heads are packed as in `reprise.kernels.cpu.packed_heads`;
-    otherwise bf16."""
+    """The keys or values of one layer in HBM: the address of the first number, and the bytes from one page, row and
+    head to the next. Numbers of one head are adjacent. is_packed: heads are packed as in
+    `reprise.kernels.cpu.packed_heads`; otherwise bf16."""
 
     address: int
     page: int

@@ -167,7 +167,7 @@ def _test(module: ModuleType) -> None:
 
 
 def use_torch_threads() -> None:
-    """Let numba use as many threads as torch does, for calls from this thread."""
+    """Let numba use as many threads as torch does, in calls from the current thread."""
     from numba import config, set_num_threads
 
     set_num_threads(min(torch.get_num_threads(), config.NUMBA_NUM_THREADS))  # type: ignore[attr-defined]

@@ -523,9 +523,9 @@ stand for: PLAIN, WITH_LOWS or E2M1."""
 
 
 class Place(NamedTuple):
-    """The operands and the result of one block of a product, as addresses and bytes from row to row. x: rows of inputs,
-    in bf16 if dot products are used, otherwise in fp32. sums: of each group of a row's inputs, fp32, for weights with
-    lows. out: fp32."""
+    """The memory that a kernel for one block of a product reads and writes: addresses, and bytes from row to row
+    (`*_row`). rows: how many rows. x: rows of inputs, in bf16 if dot products are used, otherwise in fp32. sums: sum of
+    each group of a row's inputs, fp32, for weights with lows. out: outputs, fp32."""
 
     rows: int
     x: int

@@ -12,7 +12,7 @@ from reprise.kernels.row_copies import save_kernels
 
 
 def compile_all() -> None:
-    """Compile all kernels that this processor can run, by asking for each, which also runs its first check."""
+    """Compile all kernels that this processor can run, and check each once."""
     for kernels in (
         available.decode_kernels,
         available.load_kernels,

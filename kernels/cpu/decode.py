@@ -246,11 +246,11 @@ def attend(
     is_packed: bool,
     out: Fp32,
 ) -> None:
-    """Compute attention of single rows, each the last of its context. q fp32 [rows, heads, k_dim], multiplied by scale
-    * log2(e); k, v bf16 [pages, page_size, kv_heads, dim], with any strides except that dim is contiguous, or
-    is_packed: rows as in `reprise.kernels.cpu.packed_heads`, two bytes to each element; table int32 [rows, pages]; out
-    fp32 [rows, heads, v_dim]. group, k_lanes, v_lanes: tuples whose lengths are the heads per kv head and the vectors
-    per dim of keys and values."""
+    """Compute attention of single query rows, each at the end of its context. q fp32 [rows, heads, k_dim], multiplied
+    by scale * log2(e); k, v bf16 [pages, page_size, kv_heads, dim], with any strides except that dim is contiguous, or
+    is_packed: rows as in `reprise.kernels.cpu.packed_heads`, two bytes to each element; table int32 [rows, pages];
+    parts: the tasks from `plan`; out fp32 [rows, heads, v_dim]. group, k_lanes, v_lanes: tuples whose lengths are the
+    query heads per kv head and the vectors of 16 numbers in a head of keys and of values."""
     heads, dim, kv_heads, page_size = out.shape[1], out.shape[2], k.shape[2], k.shape[1]
     mixed = np.empty((len(parts.row), heads, dim), np.float32)
     stats = np.empty((len(parts.row), heads, 2), np.float32)

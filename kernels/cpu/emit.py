@@ -39,7 +39,7 @@ _POINTER = I8.as_pointer()
 
 
 class Emit:
-    """An emitter of code at a builder's position, for the kernels of this folder."""
+    """An emitter of LLVM instructions at a builder's position, for the kernels of this folder."""
 
     def __init__(self, builder: Any, features: frozenset[str] = frozenset()) -> None:
         """Set up. builder: llvmlite's, of the function to be compiled. features: of the processor for which code is
@@ -50,7 +50,7 @@ class Emit:
     # --- addresses and memory ---
 
     def at(self, base: Any, *offsets: Any) -> Any:
-        """Return the pointer some bytes after a pointer or an address."""
+        """Return the pointer that lies `offsets` bytes, added up, after a pointer or an address."""
         if base.type == I64:
             base = self.b.inttoptr(base, _POINTER)
         base = self.b.bitcast(base, _POINTER)
@@ -115,7 +115,8 @@ class Emit:
         return self.b.select(self.b.fcmp_ordered(">", x, y), x, y)
 
     def reduce(self, name: str, x: Any) -> Any:
-        """Return the lanes of a vector reduced by `fadd` or `fmax`, in a tree."""
+        """Return one number made of the lanes of a vector by `fadd` (their sum) or `fmax` (their maximum), in a
+        tree."""
         first = [F32(0.0)] if name == "fadd" else []
         return self.call(f"llvm.vector.reduce.{name}.v16f32", F32, *first, x, fastmath=("reassoc",))
 
@@ -129,8 +130,8 @@ class Emit:
         return self.b.extract_element(x, I32(0))
 
     def sums(self, vectors: Sequence[Any]) -> Any:
-        """Add the lanes of each of 16 vectors: lane i of the result is the sum of vectors[i]. Takes a third of the time
-        of single sums."""
+        """Return a vector whose lane i is the sum of the lanes of vectors[i], for 16 vectors. Takes a third of the time
+        of 16 calls of `sum_lanes`."""
         vectors = [vectors[4 * (n % 4) + n // 4] for n in range(LANES)]  # an order that makes the sums end up in order
         for distance, lows in _HALF_SUMS:
             pairs, highs = zip(vectors[::2], vectors[1::2], strict=True), [i + distance for i in lows]
@@ -141,32 +142,33 @@ class Emit:
         return self.b.add(x, y) if isinstance(x.type.element, ir.IntType) else self.b.fadd(x, y)
 
     def shuffled(self, x: Any, y: Any, order: Sequence[int]) -> Any:
-        """Return a vector of lanes of x and y, which have n lanes each. An index below n is a lane of x; other indices
-        are lanes of y, counted from n on."""
+        """Return a vector of lanes taken from x and y, which have n lanes each. order: index of each lane; below n it
+        is a lane of x, otherwise lane index - n of y."""
         return self.b.shuffle_vector(x, y, ir.Constant(ir.VectorType(I32, len(order)), list(order)))
 
     def dot_words(self, total: Any, x: Any, y: Any) -> Any:
-        """Add products of pairs of int16, 32 of them, to 16 int32. Needs AVX512BW; with VNNI it is one instruction."""
+        """Return total, 16 int32, plus the dot product of x and y in each lane: a lane of x or y is a pair of int16.
+        Needs AVX512BW; with VNNI it is one instruction."""
         return self.b.add(total, self.call("llvm.x86.avx512.pmaddw.d.512", VEC_I32, x, y))
 
     def upper(self, x: Any) -> Any:
-        """Return the bf16 numbers in the lower halves of words, as fp32: bits move to the upper halves."""
+        """Return as fp32 the bf16 number in the lower half of each 32-bit word."""
         return self.b.bitcast(self.b.shl(x, self.words(16)), VEC)
 
     def bf16(self, pointer: Any) -> Any:
-        """Load 16 bf16 numbers and widen them."""
+        """Load 16 bf16 numbers and convert them to fp32."""
         return self.upper(self.b.zext(self.load(pointer, VEC_I16), VEC_I32))
 
     def int8(self, pointer: Any) -> Any:
-        """Load 16 int8 numbers and widen them."""
+        """Load 16 int8 numbers and convert them to fp32."""
         return self.b.sitofp(self.b.sext(self.load(pointer, VEC_I8), VEC_I32), VEC)
 
     def scale(self, pointer: Any) -> Any:
-        """Load one bf16 number, such as the scale of a packed head, and widen it."""
+        """Load one bf16 number, such as the scale of a packed head, and convert it to fp32."""
         return self.b.bitcast(self.b.shl(self.b.zext(self.load(pointer, I16), I32), I32(16)), F32)
 
     def halves(self, both: Any) -> tuple[Any, Any]:
-        """Split 16 words into their lower and upper bf16 numbers, widened."""
+        """Return (lower, upper) bf16 numbers of 16 words, each converted to fp32."""
         return self.upper(both), self.b.bitcast(self.b.and_(both, self.words(0xFFFF0000)), VEC)
 
     def exp2(self, x: Any) -> Any:
@@ -196,7 +198,7 @@ class Emit:
 
 
 class WideEmit(Emit):
-    """An emitter for processors with AVX-512 and its bf16 numbers."""
+    """An emitter for processors with AVX-512 and its instructions for bf16."""
 
     coefficients: tuple[float, ...] = _EXP2
     """The polynomial of 2 ** r for |r| <= 1/2, the highest power first."""
@@ -216,10 +218,10 @@ class WideEmit(Emit):
 
 
 class ElementEmit(WideEmit):
-    """An emitter whose offsets count elements of the pointer's type."""
+    """An emitter whose offsets count elements of the pointer's type, not bytes."""
 
     def at(self, base: Any, *offsets: Any) -> Any:
-        """Return the pointer some elements after a pointer."""
+        """Return the pointer that lies `offsets` elements, added up, after a pointer."""
         for offset in offsets:
             base = self.b.gep(base, [I64(offset) if isinstance(offset, int) else offset])
         return base
@@ -231,8 +233,9 @@ def intrinsic(function: Callable[..., Any]) -> Any:
 
 
 def emitted(emit: Callable[..., Any], result: types.Type = types.void, emitter: type[Emit] = Emit) -> Any:
-    """Turn a function that emits code into a function for compiled code. It receives an emitter of the class `emitter`,
-    then an array as its pointer, and a tuple as its length, which is a constant."""
+    """Turn `emit`, which emits the code of a function, into a function that compiled code can call. When a call of it
+    is compiled, `emit` receives an emitter of the class `emitter`, then the arguments: an array as its pointer, a tuple
+    as its length, which is a constant. result: the numba type that the function returns."""
 
     def typed(_: Any, *kinds: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -253,12 +256,12 @@ def emitted(emit: Callable[..., Any], result: types.Type = types.void, emitter: 
 
 
 def emitted_value(result: types.Type, emitter: type[Emit] = Emit) -> Callable[[Callable[..., Any]], Any]:
-    """Turn a function that emits a number into a function for compiled code, as `emitted` does for others."""
+    """Return a decorator like `emitted`, for functions that return a number of the numba type `result`."""
     return functools.partial(emitted, result=result, emitter=emitter)
 
 
 def emitted_by(emitter: type[Emit]) -> Callable[[Callable[..., Any]], Any]:
-    """Return `emitted` with another class of emitters."""
+    """Return a decorator like `emitted`, with another class of emitters."""
     return functools.partial(emitted, emitter=emitter)
 
 
@@ -304,7 +307,7 @@ def bytes_at(e: Emit, address: ir.Value) -> Any:
 
 @emitted_value(types.float32)
 def half_at(e: Emit, address: ir.Value) -> Any:
-    """Return the fp16 number at an address, widened."""
+    """Return the fp16 number at an address, converted to fp32."""
     return e.b.fpext(e.load(e.at(address), F16), F32)
 
 
@@ -315,8 +318,8 @@ def _digest() -> str:
 
 
 def keep_compiled(made: Any) -> None:
-    """Let numba keep a compiled function on disk, until any file of this folder changes. Without a directory for that,
-    the function is compiled anew at every start."""
+    """Let numba keep a compiled function in its cache on disk, until any file of this folder changes. Without a
+    directory for the cache, the function is compiled anew at every start."""
     try:
         made.enable_caching()
         made._cache._cache_file._source_stamp = _digest()
@@ -336,8 +339,8 @@ def _nothing() -> None:
 
 
 def compiled(**options: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Decorate a function so that numba compiles it when it is first called with arguments of some types. options: of
-    numba's njit."""
+    """Return a decorator with which numba compiles a function at its first call with arguments of new types, and keeps
+    the result on disk. options: of numba's njit."""
 
     def decorate(function: Callable[..., Any]) -> Any:
         made = njit(nogil=True, **options)(function)

@@ -29,8 +29,9 @@ from reprise.kernels.views import Bf16, Constant, Fp32, Int64
 
 
 class Assignment(NamedTuple):
-    """The pairs of each expert. pairs int64 [pairs]: sorted by expert. experts int64 [used]: those that have pairs.
-    starts int64 [used + 1]: expert experts[i] has the pairs at places starts[i] to starts[i + 1] - 1."""
+    """The assignment of pairs (a row and one of its experts) to experts. pairs int64 [pairs]: the pairs, sorted by
+    expert. experts int64 [used]: the experts that have pairs. starts int64 [used + 1]: expert experts[i] has the pairs
+    at places starts[i] to starts[i + 1] - 1 of `pairs`."""
 
     pairs: Int64
     experts: Int64
@@ -39,8 +40,9 @@ class Assignment(NamedTuple):
 
 @compiled()
 def assign(chosen: Int64, num_experts: int) -> Assignment:
-    """Sort the pairs by expert, those of one expert by row. chosen int64 [rows, experts a row]. A number that is no
-    expert's is left out: routers write such a one for a row that has fewer."""
+    """Sort the pairs (a row and one of its experts) by expert, and those of one expert by row. chosen int64 [rows,
+    experts a row]: the experts of each row. Numbers that are no expert's are left out: routers write them for rows with
+    fewer experts."""
     flat = chosen.ravel()
     ends = np.zeros(num_experts + 1, np.int64)
     for expert in flat:

@@ -32,8 +32,8 @@ def _rotate(x: Bf16, cos: Bf16, sin: Bf16, out: Bf16) -> None:
 
 @compiled()
 def settle_head(y: Fp32, norm: int, eps: float, out: Bf16) -> None:
-    """Normalise the numbers y of one head if the layer has a norm for it, and round them to bf16. norm: address of the
-    norm's weights, 0 if there is none."""
+    """Normalise the numbers y of one head if the layer has a norm for it, and write them to `out`, rounded to bf16.
+    norm: address of the norm's weights, 0 if there is none; eps: the norm's epsilon."""
     scale = np.float32(1.0)
     if norm:
         scale = inverse_rms(y, eps)
@@ -59,9 +59,9 @@ def turn_head(
     scale: np.float32,
     q: Fp32,
 ) -> None:
-    """Write one head of one row to where attention reads it: a query to `q`, rotated and scaled; a key, rotated, or a
-    value to its slot of the pool. Before that, save a key or value un-rotated to the block and row in `spots`. head:
-    counts through the heads of queries, keys and values."""
+    """Write one head of one row to where attention reads it: a query, rotated and scaled, to `q`; a key, rotated, or a
+    value to its slot in HBM. Before that, save a key or value un-rotated to the DRAM block and row in `spots`. head:
+    its number, counted through the heads of queries, keys and values."""
     dim = len(x)
     key = head - shape.num_q
     if key >= 0 and layer[SAVED] and len(spots) and spots[row, 0] >= 0:

@@ -15,7 +15,7 @@ slot where rows are saved (0: nowhere)."""
 
 
 class Shape(NamedTuple):
-    """The properties that all layers of a run share. Widths in numbers, strides in bytes."""
+    """The sizes that all layers of a run (layers that one call computes) share. Strides are in bytes."""
 
     num_q: int
     num_k: int

@@ -40,7 +40,7 @@ _E2M1 = np.array(TABLES["e2m1"], np.float32)
 
 
 class Inputs(NamedTuple):
-    """The operands of matrix products: rows in fp32 (`wide`), rows in bf16 (`narrow`), and the sum of each group of
+    """The rows that matrix products multiply: in fp32 (`wide`), in bf16 (`narrow`), and the sum of each group of
     inputs. Products read `narrow` if the processor has dot products of bf16 pairs, else `wide`."""
 
     wide: Fp32
@@ -81,7 +81,8 @@ def set_part(x: Inputs, row: int, begin: int, end: int, dots: Constant) -> None:
 
 @compiled()
 def set_row(x: Inputs, row: int, width: int, dots: Constant) -> None:
-    """Prepare a row, whose numbers are in `x.wide`, for products. The numbers after `width` become 0."""
+    """Prepare a row, whose `width` numbers are in `x.wide`, for products, as `set_part` does. The numbers after `width`
+    become 0."""
     padded = (width + GROUP - 1) // GROUP * GROUP
     x.wide[row, width:padded] = np.float32(0.0)
     set_part(x, row, 0, padded, dots)
@@ -111,8 +112,8 @@ def blocks_of(product: Int64) -> Any:
 
 @compiled()
 def end_of(product: Int64) -> Any:
-    """Return the column after a matrix product's last block. Several products write into one array of rows; `product`
-    describes one of them, also its first column there."""
+    """Return the column after the last block of a product's outputs, in an array of rows into which several products
+    write side by side. product: describes the product, with its first column."""
     return product[FIRST] + blocks_of(product) * product[SIZE]
 
 
@@ -145,8 +146,8 @@ def unpack_row(product: Int64, row: int, out: Bf16) -> None:
 
 @compiled()
 def place_at(x: Inputs, dots: Constant, out: Fp32) -> Place:
-    """Return the addresses that a kernel for one block needs: of all rows of inputs, and of its outputs. out fp32
-    [rows, columns]: the array of all outputs, from the block's first column on."""
+    """Return the addresses that the kernel for one block of a product needs: of all rows of inputs, and of the block's
+    outputs. out fp32 [rows, columns]: the array of outputs, from the block's first column on."""
     sums, sums_row, out_at, out_row = x.sums.ctypes.data, x.sums.strides[0], out.ctypes.data, out.strides[0]
     if len(dots):
         return Place(len(out), x.narrow.ctypes.data, x.narrow.strides[0], sums, sums_row, out_at, out_row)

@@ -23,7 +23,7 @@ _YIELD_SPINS = 2_000  # how often a thread looks for the next phase before it le
 
 @emitted_value(types.int64)
 def take(e: Emit, counters: ir.Value, at: ir.Value) -> Any:
-    """Add one to a counter and return the value that it had before."""
+    """Add one to the counter at index `at`, atomically, and return the value that it had before."""
     pointer = e.b.bitcast(e.at(counters, e.mul(at, 8)), I64.as_pointer())
     return e.b.atomic_rmw("add", pointer, I64(1), "seq_cst")
 
@@ -50,7 +50,7 @@ def _yield(e: Emit) -> None:
 
 @compiled()
 def wait_for(counters: Int64, phase: int) -> None:
-    """Wait until all tasks of a phase (a stage of a layer's computation) have ended."""
+    """Wait until the threads have ended all tasks of a phase (a stage of a layer's computation)."""
     spins = 0
     while look(counters, NEXT) >> PHASE_BITS == phase:
         _pause()

@@ -176,9 +176,10 @@ def _finish_gated(
 
 
 class ExactProduct(NamedTuple):
-    """A linear layer. words: the bf16 weight in blocks [blocks, pairs of inputs, outputs of a block, 2], as flat
-    uint32. bias fp32 [outputs], or of size 0. lanes: a tuple whose length is the vectors of 16 outputs in a block.
-    by_tiles: a tuple of length 1 to multiply with AMX, else of length 0."""
+    """A linear layer whose sums have the same order for any number of rows. words: the bf16 weight in blocks [blocks,
+    pairs of inputs, outputs of a block, 2], as flat uint32. bias fp32 [outputs], or of size 0. lanes: a tuple whose
+    length is the vectors of 16 outputs in a block. by_tiles: a tuple of length 1 to multiply with AMX, else of length
+    0."""
 
     words: Words
     bias: Fp32

@@ -35,9 +35,9 @@ Bits = NDArray[Any]  # bits of bf16 as uint16, or of fp32 as uint32; a segment's
 
 
 class Tables(NamedTuple):
-    """The entropy coder's tables by class, as `reprise.kernels.codecs.symbols` computes them. The class of a component
-    is how much its numbers deviate, in quarter octaves of their step. Frequencies of a class add up to
-    2^PROBABILITY_BITS."""
+    """The entropy coder's tables, one for each class of components, as `reprise.kernels.codecs.symbols` computes them.
+    A component's class tells how much its numbers deviate, in quarter octaves of their rounding step. Frequencies of a
+    class add up to 2^PROBABILITY_BITS."""
 
     frequencies: Words  # [classes, SYMBOLS]; 0: escaped
     starts: Words  # [classes, SYMBOLS], sums of the frequencies before

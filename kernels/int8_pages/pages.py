@@ -20,8 +20,7 @@ _LEAST_SCALE = 2.0**-126  # smaller ones have no inverse: all numbers are 0 then
 
 
 class Int8Pages(KvPages):
-    """One layer's pages with one byte per number, in the form of KvPages. Pools are int8 [pages, page_size, kv_heads,
-    dim + beside]."""
+    """One layer's KV pages with one byte per number. Pools are int8 [pages, page_size, kv_heads, dim + beside]."""
 
     __slots__ = ()
     beside = 2  # bytes of a head's scale
@@ -29,7 +28,8 @@ class Int8Pages(KvPages):
 
     @staticmethod
     def to_rows(numbers: Tensor) -> Tensor:
-        """Pack numbers [..., dim] of any floating dtype. A head with a NaN or an infinity is NaN throughout."""
+        """Pack numbers [..., dim] of any floating dtype to int8 with a scale. A head with a NaN or an infinity becomes
+        NaN throughout."""
         numbers = numbers.to(torch.bfloat16).float()
         scale = (numbers.abs().amax(-1, keepdim=True) / LEVELS).bfloat16()
         is_finite = scale.isfinite()
@@ -40,7 +40,7 @@ class Int8Pages(KvPages):
 
     @staticmethod
     def to_numbers(rows: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        """Unpack rows. To bf16, numbers are rounded once."""
+        """Unpack rows to numbers of `dtype`. To bf16, numbers are rounded once."""
         codes, scale = rows[..., : -Int8Pages.beside], rows[..., -Int8Pages.beside :]
         return (codes.float() * scale.contiguous().view(torch.bfloat16).float()).to(dtype)
 

@@ -30,7 +30,8 @@ DIMS = 0.3  # share of a head's dims
 
 
 class InfinigenSelector:
-    """A selector that chooses rows by guessed queries. Made for one model; called by the engine's thread."""
+    """A selector that chooses context rows by queries that were guessed one layer ahead. Made for one model; called by
+    the engine's thread."""
 
     name = "infinigen"
     index_bytes_per_token = 0
@@ -41,7 +42,8 @@ class InfinigenSelector:
         self.skews = [skew(layer) for layer in inputs.moments]  # directions by layer
 
     def choose(self, layer: int, queries: Tensor, kv: KvPages, candidates: Candidates) -> Selection | None:
-        """Choose rows for one layer, as `KvSelector.choose` demands. queries: guessed ones."""
+        """Choose rows for one layer, as `KvSelector.choose` demands. queries: those guessed from the input of the layer
+        before."""
         rows = {}
         for at, context in enumerate(candidates.contexts):
             keys = context_keys(kv, candidates.table[at], context)
@@ -63,9 +65,9 @@ def skew(layer: LayerMoments) -> Tensor:
 
 
 def skewed_weights(queries: Tensor, keys: Tensor, directions: Tensor) -> Tensor:
-    """Return the rows' `weights` (log2 of those in the softmax) by scores along some directions, [kv_heads, rows].
-    queries fp32 [heads, k_dim], scaled to the base of 2; keys [rows, kv_heads, k_dim]; directions [kv_heads, k_dim,
-    dims]."""
+    """Return the `weights` of context rows (log2 of softmax weights) by scores along some directions only, [kv_heads,
+    rows]. queries fp32 [heads, k_dim], scaled to the base of 2; keys [rows, kv_heads, k_dim]; directions [kv_heads,
+    k_dim, dims]."""
     group = queries.view(keys.shape[1], -1, queries.shape[1]) @ directions
     partial = keys.float().transpose(0, 1) @ directions
     return weights(group @ partial.transpose(1, 2))

@@ -38,8 +38,9 @@ _ROOM = 16  # numbers that the kernel may write after the last chosen row
 
 
 class PairSelector:
-    """A selector that chooses rows by partial keys, a few pairs of each key's dims. With compiled kernels an index
-    beside the pool holds these; without, they are gathered from the pool. Called by the engine's thread."""
+    """A selector that chooses context rows by partial keys: a few pairs of each key's dims. With compiled kernels an
+    index beside the KV pool holds the partial keys; without, they are gathered from the pool. Called by the engine's
+    thread."""
 
     name = "pairs"
     looks_ahead = False
@@ -101,8 +102,9 @@ class PairSelector:
 
 
 def pair_weights(queries: Tensor, keys: Tensor, dims: Tensor) -> Tensor:
-    """Return the rows' `weights` (log2 of those in the softmax) by partial scores, [kv_heads, rows]. queries fp32
-    [heads, k_dim], scaled to the base of 2; keys [rows, kv_heads, k_dim]; dims [kv_heads, pairs, 2]."""
+    """Return the `weights` of context rows (log2 of softmax weights) by scores over some pairs of dims only, [kv_heads,
+    rows]. queries fp32 [heads, k_dim], scaled to the base of 2; keys [rows, kv_heads, k_dim]; dims [kv_heads, pairs,
+    2]."""
     kv_heads = keys.shape[1]
     group = queries.view(kv_heads, -1, queries.shape[1])
     scores = [group[head][:, at] @ keys[:, head, at].float().T for head, at in enumerate(dims.flatten(1))]
