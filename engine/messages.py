@@ -62,8 +62,8 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
 
 class Shift(msgspec.Struct, frozen=True, kw_only=True):
     """A truncation that the client made itself, by leaving out part of a known conversation. stream: the tokens of the
-    whole conversation, with the left-out part and the new turn. The request's `token_ids` are the first `keep` tokens
-    of `stream` and those from `resume` on."""
+    whole conversation, with the left-out part and the new turn. keep, resume: the request's `token_ids` are
+    stream[:keep] followed by stream[resume:]."""
 
     stream: list[int]
     keep: int

@@ -95,7 +95,8 @@ class LoadedModel:
 
     @property
     def weights(self) -> Mapping[str, Any]:
-        """All weights by name, from HBM and DRAM, in the form that they have before packing."""
+        """All weights by name, from HBM and DRAM. Read them before modules are replaced by faster ones, which pack
+        weights."""
         return {**self.module.state_dict(), **({} if self.offloaded is None else self.offloaded.tensors())}
 
     @property
@@ -330,8 +331,8 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def find_attention(module: nn.Module, device: torch.device) -> tuple[AttentionBackend, int, ProbeResult]:
-    """Return the first attention backend that runs here and computes what the model asks for, its page size, and the
-    findings of the probe. Raises ModelRefused."""
+    """Return (attention backend, page size in tokens, findings of the probe) for the first backend that runs here and
+    computes what the model asks for. Raises ModelRefused."""
     problems = []
     for name in _ON_CUDA if device.type == "cuda" else ("torch_cpu",):
         try:

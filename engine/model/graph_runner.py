@@ -44,8 +44,8 @@ class FixedPlan(Protocol):
 
 @runtime_checkable
 class PlanMaker(Protocol):
-    """An attention backend that makes plans of constant size, as CUDA graphs need them: how the work of steps is split
-    in which every sequence has one query row. `TritonPagedAttention` implements it."""
+    """An attention backend that makes plans of a fixed size, as CUDA graphs need them. A plan says how attention's work
+    is split in a step in which every sequence has one query row. `TritonPagedAttention` implements it."""
 
     def num_items(self, context_lens: Sequence[int]) -> int: ...
 

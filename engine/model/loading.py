@@ -173,8 +173,9 @@ def _own_part(tensor: Any) -> Any:
 
 
 def fingerprint(model: nn.Module, weights: bytes, backend: str) -> bytes:
-    """Return the fingerprint, 16 bytes that identify everything a KV row depends on besides its tokens. The attention
-    backend is included because its rounding matters; changing it only costs the cached KV."""
+    """Return the fingerprint, 16 bytes that identify everything a KV row depends on besides its tokens. weights: from
+    `weights_digest`. backend: the attention backend's name, included because its rounding matters; changing it only
+    costs the cached KV."""
     text = model.config.to_json_string(use_diff=False)  # type: ignore[operator,union-attr]
     config = json.dumps(json.loads(text, object_hook=_without_path), sort_keys=True)
     dtype = str(next(model.parameters()).dtype)

@@ -126,9 +126,9 @@ class WarmUp:
 
 
 def efficient_tokens(seconds: Callable[[int], float], most_tokens: int) -> int:
-    """Return the smallest efficient number of tokens per step: the fewest, among the powers of 2 from 32 to
-    most_tokens, with which the model computes at least two thirds of its best rate. seconds: returns the duration of a
-    step with so many tokens."""
+    """Return the smallest efficient number of tokens per step: the fewest, among powers of 2 from 32 to most_tokens,
+    with which the model computes at least two thirds of the best rate that was measured. seconds: runs a step of so
+    many tokens and returns its duration. Larger steps are not tried after one that takes long."""
     rates: dict[int, float] = {}
     tokens = min(_LEAST_TOKENS, most_tokens)
     while True:

@@ -50,6 +50,6 @@ class Codec(Decodes, Protocol):
 
     def encode(self, layer: int, raw: Tensor, segments: Tensor) -> list[bool]:
         """Encode blocks. raw [blocks, elements]; segments uint8 [blocks, segment_bytes[layer]] receives the result.
-        Returns for each block whether it could be encoded. A block cannot if a number is not finite, or if it does not
-        fit into the size; its bytes then mean nothing."""
+        Returns for each block whether it could be encoded. It could not if one of its numbers is not finite, or if its
+        code does not fit into the size; its bytes in `segments` then mean nothing."""
         ...

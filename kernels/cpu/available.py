@@ -108,7 +108,8 @@ def select_kernels() -> ModuleType | None:
 @functools.cache
 def flash_kernels(exact: bool) -> ModuleType | None:
     """Return `reprise.kernels.cpu.flash`, or None if it cannot or should not run. It needs dot products of bf16 pairs.
-    With AMX, torch's own attention multiplies bf16 tiles and is faster, but not exact."""
+    exact: whether results must have the same bits in every batch; if not, returns None with AMX, because torch's own
+    attention then multiplies bf16 tiles and is faster."""
     if not dots_of_pairs() or (torch.cpu._is_amx_tile_supported() and not exact) or decode_kernels() is None:
         return None
     return _checked("flash", "attention of many rows without compiled kernels")

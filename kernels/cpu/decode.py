@@ -227,8 +227,8 @@ def gated(x: Bf16, gate: Int64, up: Int64, dots: Constant, out: Bf16) -> None:
 
 @compiled()
 def embed(product: Int64, rows: Int64, out: Bf16) -> None:
-    """Unpack rows of a packed weight: product int64 [PRODUCT_FIELDS]; rows int64 [n], which must exist -> out bf16 [n,
-    inputs]."""
+    """Unpack rows of a packed weight, as an embedding does: product int64 [PRODUCT_FIELDS], which describes the weight;
+    rows int64 [n], which must exist -> out bf16 [n, inputs]."""
     for place in range(len(rows)):
         unpack_row(product, rows[place], out[place])
 

@@ -51,7 +51,7 @@ class Emit:
         return self.b.shuffle_vector(x, y, ir.Constant(ir.VectorType(I32, len(lanes)), list(lanes)))
 
     def variable(self, value: Any) -> Any:
-        """Create a variable that loops may change."""
+        """Return a variable that is set to `value` here and that loops may change."""
         place = cgutils.alloca_once_value(self.b, value)
         self.b.store(value, place)  # each time that this is come by, not only at the function's begin
         return place

@@ -149,7 +149,7 @@ class QuantisedTogether(nn.Module):
 
 
 class QuantisedGate(nn.Module):
-    """A module that computes silu(gate(x)) * up(x). x [tokens, in] -> [tokens, out]."""
+    """A module that computes silu(gate(x)) * up(x) with packed weights. x [tokens, in] -> [tokens, out]."""
 
     def __init__(self, gate: QuantisedLinear, up: QuantisedLinear) -> None:
         super().__init__()

@@ -67,8 +67,8 @@ class Source:
     weights as codes or numbers, and other weights as they are stored. For one thread."""
 
     def __init__(self, checkpoint: Checkpoint, method: str, form: str, settings: Settings) -> None:
-        """Take a checkpoint's tensors apart into weights. method: empty for one that is not quantised. form: name of
-        the format, for people. Raises SourceRefused."""
+        """Group a checkpoint's tensors into weights. method: how it was quantised; empty: it was not. form: name of the
+        format, for people. settings: what the configuration says of all weights. Raises SourceRefused."""
         self.form = form
         self.path = checkpoint.path
         self._checkpoint = checkpoint
