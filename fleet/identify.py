@@ -83,7 +83,7 @@ _decode_body = msgspec.json.Decoder(TurnBody).decode
 
 def read_body(body: bytes) -> TurnBody | None:
     """Return the fields of a turn's body, or None if it is not a JSON object: the replica then tells the client what is
-    wrong. Halves of characters and a byte order mark are read as the replica reads them."""
+    wrong. Lone surrogates are replaced and a byte order mark is dropped, as a replica does (`mended`)."""
     for form in (bytes, mended):
         try:
             return _decode_body(form(body))
@@ -162,7 +162,8 @@ def background_id(response_id: str, replica: str) -> str:
 
 
 def runs_at(response_id: str, replicas: Iterable[str]) -> str | None:
-    """Return the replica at which a response may run in the background. A name may match by chance."""
+    """Return the replica that a response's id names as the one at which it runs in the background; None if it names
+    none of `replicas`. The id of another response may name a replica by chance."""
     given = response_id[len(_RESPONSE) :][:_MARK_DIGITS]
     return next((replica for replica in replicas if _mark(replica) == given), None)
 

@@ -82,8 +82,8 @@ class Keys:
         return f"{self.tenant(tenant)}:{self._digest('name', tenant, session_id)}"
 
     def chain(self, tenant: str, digest: bytes) -> str:
-        """Return the key under which a conversation is found that ends in a known answer. digest: of its messages, from
-        `reprise.fleet.identify`."""
+        """Return the key under which the session of a conversation is found. digest: of the conversation's messages up
+        to and including an answer, from `reprise.fleet.identify`."""
         return f"{PREFIX}c:{self.tenant(tenant)}:{self._digest('chain', tenant, digest)}"
 
     def bucket(self, tenant: str, kind: str) -> str:

@@ -45,7 +45,8 @@ class Members:
         return self._beats
 
     def url(self, replica: str) -> str | None:
-        """Return the address of a replica, without a slash at its end."""
+        """Return the address at which a replica can be reached, without a slash at its end; None if it is not in the
+        table."""
         beat = self._beats.get(replica)
         return None if beat is None else beat.url
 

@@ -195,12 +195,13 @@ def fleet_key(tenant_secret: bytes) -> bytes:
 
 
 def relay_token(key: bytes, *, path: str, request_id: str) -> str:
-    """Return the value of RELAY_HEADER in a request. key: see `fleet_key`."""
+    """Return the value of RELAY_HEADER, by which a replica recognises that a gateway of its fleet relays this request.
+    key: see `fleet_key`."""
     return _tag(key, b"relay", path.encode(), request_id.encode())
 
 
 def is_relay(key: bytes, value: str, *, path: str, request_id: str) -> bool:
-    """Return whether a gateway of this fleet relays this request."""
+    """Return whether a gateway of this fleet relays this request. value: of RELAY_HEADER."""
     return _equal(value, relay_token(key, path=path, request_id=request_id))
 
 

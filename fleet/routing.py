@@ -234,7 +234,8 @@ class TokenBucket:
         self._left = bytes_per_s * _BURST_S if first else min(self._left, bytes_per_s * _BURST_S)
 
     def fill(self, now: float) -> float:
-        """Return the bytes that may be taken now."""
+        """Add the bytes that the bucket has gained since the last call. Returns how many it has now; negative if it
+        owes some."""
         passed_s = max(0.0, now - self._as_of_s)
         self._left = min(self._rate * _BURST_S, self._left + passed_s * self._rate)
         self._as_of_s = max(now, self._as_of_s)
@@ -285,8 +286,8 @@ class Router:
         return self.home_or_other(question, home, at_home, now, excluded)
 
     def hardly_waits(self, at_home: Cost) -> bool:
-        """Return whether a turn stays at home without considering others: waiting is not most of its time to the first
-        token."""
+        """Return whether a turn stays at home without a look at other replicas, since it would wait there for at most
+        `_HYSTERESIS_S` longer than it takes to load and compute. at_home: its cost there."""
         return at_home.wait_s <= _HYSTERESIS_S + at_home.load_s + at_home.compute_s
 
     def fall_back(self, session: str, now: float, *, excluded: Container[str] = ()) -> Choice:

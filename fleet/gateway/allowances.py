@@ -22,8 +22,8 @@ RENEW_S = 10.0
 
 
 class Admission:
-    """A request that was counted against its key's limits. Until `leave` it takes places, of which a key has one for
-    each answer that it may run at a time."""
+    """A request that was counted against its key's limits. A turn also occupies places, one for each answer that it
+    runs, of which a key has a limited number; `leave` frees them."""
 
     def __init__(self, allowances: "Allowances") -> None:
         self.is_counted = False  # by the directory; else replicas hold the key to its limits, each by itself
@@ -33,15 +33,16 @@ class Admission:
         self._place: Place | None = None
 
     def hold(self, ticket: Ticket) -> None:
-        """Add places that this gateway counts."""
+        """Record the places that the request occupies by this gateway's count, so that `leave` frees them."""
         self._ticket = ticket
 
     def hold_in_fleet(self, place: Place) -> None:
-        """Add places that the directory counts for the fleet."""
+        """Record the places that the request occupies by the directory's count for the whole fleet, so that `leave`
+        frees them."""
         self._place = place
 
     async def leave(self) -> None:
-        """Free all of its places. Idempotent."""
+        """Free all places that the request occupies. Idempotent."""
         ticket, self._ticket = self._ticket, None
         place, self._place = self._place, None
         if ticket is not None:
@@ -65,7 +66,8 @@ class Allowances:
         self._leases: dict[str, Place] = {}
 
     async def request(self, tenant: str) -> Admission:
-        """Count a request with a body. Raises ApiError 429."""
+        """Count a request against its key's requests per minute, whether or not it is a turn. Raises ApiError 429 if
+        the key has used them up."""
         admission = Admission(self)
         per_minute = self._limits(tenant).requests_per_minute
         if not per_minute:
@@ -85,7 +87,8 @@ class Allowances:
         return admission
 
     async def enter(self, admission: Admission, tenant: str, count: int) -> None:
-        """Admit a turn with `count` choices, which has places until `admission.leave`. Raises ApiError 429."""
+        """Admit a turn that asks for `count` answers. The places that it takes are freed by `admission.leave`. Raises
+        ApiError 429 if its key has too few places left, or no tokens for this minute."""
         limits = self._limits(tenant)
         # A replica says what is wrong with a turn that asks for more choices than its key may have.
         count = min(count, limits.requests) if limits.requests else 1

@@ -114,7 +114,7 @@ class ChunkedBody:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def end(self) -> None:
-        """A body whose connection ends early stays incomplete."""
+        """Do nothing: a body whose connection ends early stays incomplete."""
 
     def _line(self, line: bytes) -> None:
         if self._trailers >= 0:

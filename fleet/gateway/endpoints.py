@@ -77,11 +77,12 @@ class Endpoints:
         return "ok" if self._directory.state == "closed" else "away"
 
     async def health(self, request: Request) -> Response:
-        """The process lives. It answers without Redis too."""
+        """Answer 200: this process lives. The answer does not depend on Redis."""
         return _json({"status": "ok", "replicas": len(self._open()), "redis": self._redis})
 
     async def ready(self, request: Request) -> Response:
-        """200 while there is a replica that takes turns, and this gateway does not drain."""
+        """Answer 200 while at least one replica takes turns and this gateway does not drain. Otherwise raises ApiError
+        503."""
         if self._is_draining():
             raise unavailable("This gateway is draining.", code="draining", retry_after_s=30.0)
         if not (names := self._open()):
@@ -140,7 +141,7 @@ class Endpoints:
         )
 
     async def targets(self, request: Request) -> Response:
-        """The replicas in the form of Prometheus' `http_sd_configs`."""
+        """List the replicas in the form of Prometheus' `http_sd_configs`, so that Prometheus scrapes all of them."""
         self._require_admin(request)
         return _json(
             [
@@ -153,7 +154,8 @@ class Endpoints:
         )
 
     async def drain(self, request: Request) -> Response:
-        """Send nothing new to a replica, or end that: {"replica": NAME, "on": true}."""
+        """Send no new turns to a replica (`on` true), or allow them again (false). Body: {"replica": NAME, "on":
+        true}."""
         body = await self._operator(request)
         name, on = body.get("replica"), body.get("on", True)
         if not isinstance(name, str) or not isinstance(on, bool):
@@ -164,7 +166,7 @@ class Endpoints:
         return _json({"replica": name, "draining": on})
 
     async def move(self, request: Request) -> Response:
-        """Send the next turn of one of the caller's sessions to a replica: {"session_id": ID, "replica": NAME,
+        """Send the next turn of one of the caller's sessions to a replica. Body: {"session_id": ID, "replica": NAME,
         "cache_salt": "", "kv_quality": "default"}."""
         body = await self._operator(request)
         session_id, name, salt = body.get("session_id"), body.get("replica"), body.get("cache_salt") or ""

@@ -76,7 +76,8 @@ class Finder:
         self._foreign_of_s = 0.0  # the table of members that it was made of
 
     async def find(self, turn: Turn) -> Found:
-        """Find the session of a turn. Never fails: if the directory does not answer, the turn has no history."""
+        """Find the session of a turn. Never fails: if the directory does not answer, the history's length is estimated
+        from the request's text, and its home is the replica to which this gateway sent the conversation last."""
         fingerprints = self._fingerprints(turn.model)
         record, fingerprint, is_known = None, "", True
         try:
@@ -107,7 +108,8 @@ class Finder:
         return Found(question, session_id, epoch, foreign, is_known, wanted)
 
     def choose(self, turn: Turn, found: Found, *, tried: set[str]) -> Route:
-        """Choose a replica that was not tried yet. Raises NoReplica."""
+        """Choose the replica for a turn. found: what `find` has returned for it. tried: the replicas that have failed
+        it. Raises NoReplica."""
         now = self._clock()
         excluded: Container[str] = tried | found.foreign
         wanted, question = found.wanted, found.question
@@ -126,12 +128,12 @@ class Finder:
         return route
 
     def any_replica(self, key: str, *, tried: Container[str] = ()) -> str:
-        """Return a replica for a request that any of them can answer: the same for the same key, while it takes turns.
-        Raises NoReplica."""
+        """Return a replica for a request that any replica can answer. The same key gives the same replica as long as
+        that one takes turns. tried: replicas to leave out. Raises NoReplica."""
         return self._router.fall_back(key, self._clock(), excluded=tried).replica
 
     async def home_of(self, tenant: str, session_id: str) -> str | None:
-        """Return the replica that is home of a session without a salt, that is, has claimed it last. None if it is not
+        """Return the home of a session without a salt, which is the replica that claimed it last. None if it is not
         known or takes no turns."""
         try:
             for fingerprint in self._fingerprints(""):

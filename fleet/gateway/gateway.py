@@ -36,7 +36,7 @@ FIRST_LOOK_S = 1.0  # longest wait for the table of members at start
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The parts of a gateway."""
+    """The objects of which a gateway consists, as `compose` makes them."""
 
     settings: Settings
     keyring: Keyring

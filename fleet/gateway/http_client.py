@@ -89,7 +89,8 @@ class Connection(asyncio.Protocol):
     # what the gateway calls
 
     async def ask(self, method: bytes, target: bytes, headers: Headers, body: bytes, *, silence_s: float) -> None:
-        """Send a request and read the head of its answer. Raises ReplicaFailed."""
+        """Send a request and read the head of its answer. silence_s: how long the replica may send nothing (see
+        `is_silent`). Raises ReplicaFailed."""
         assert self._transport is not None
         self.status, self.headers, self._body, self._unread, self._unread_bytes = 0, [], None, [], 0
         self._head = h11.Connection(h11.CLIENT, max_incomplete_event_size=MAX_HEAD_BYTES)

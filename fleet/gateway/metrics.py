@@ -74,7 +74,8 @@ class Metrics:
         ProcessCollector("reprise", registry=self._registry)
 
     def routed(self, route: Route, *, again: bool) -> None:
-        """Count the route of a turn's try. again: it is not the first one."""
+        """Count the route that was chosen for a turn. again: whether the turn was tried before; then nothing is
+        counted, because a turn counts once."""
         if again:
             return
         self._routes.labels(route.route).inc()
@@ -82,7 +83,7 @@ class Metrics:
             self._refused.labels(route.refused).inc()
 
     def moved(self, why: str) -> None:
-        """Count a turn that was sent away from its session's home, at once or because that has failed it."""
+        """Count a turn that was sent to another replica than its session's home. why: the reason, one of `REASONS`."""
         self._moves.labels(why).inc()
 
     def found(self, seconds: float) -> None:

@@ -51,7 +51,8 @@ class PlainStream:
         return whole
 
     def rest(self) -> bytes:
-        """Return what has come after the last whole event, for a stream that has ended well."""
+        """Return the incomplete event at the end of a stream that has ended without an error; empty if there is
+        none."""
         held, self._held = bytes(self._held), bytearray()
         return held
 

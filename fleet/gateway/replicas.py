@@ -41,7 +41,7 @@ class Replicas:
         self._members.lost(name)
 
     def under_way(self, name: str) -> int:
-        """Return how many requests of this gateway the replica has not answered yet."""
+        """Return the number of requests that this gateway has sent to the replica and whose answers have not ended."""
         replica = self._replicas.get(name)
         return 0 if replica is None else replica.under_way
 

@@ -53,7 +53,7 @@ def make_gateway(settings: Settings) -> Gateway:
 
 
 def compose(settings: Settings, *, directory: Directory, secret: bytes) -> Gateway:
-    """Make every part and pass to each the others that it needs. Raises KeyFileError."""
+    """Build a gateway and everything that it uses. secret: the tenant secret of the fleet. Raises KeyFileError."""
     keyring = make_keyring(settings)
     members = Members(directory=directory, view=FleetView())
     replicas = Replicas(members)

@@ -21,9 +21,10 @@ class HeldInFleet:
         self._longest_s = longest_s
 
     async def trim(self, tenant: str, limits: KeyLimits) -> str:
-        """Delete a tenant's sessions used longest ago that exceed its quota in the whole fleet, and return the result,
-        as `Holdings.trim` demands. Every server deletes its copy, this one too, when it learns of the deletion. Another
-        server that checks the same quota may delete the same session at the same time, which counts once."""
+        """Delete the tenant's sessions that exceed its quota in the whole fleet, those used longest ago first. Returns
+        what still exceeds it; empty if nothing does. Every server deletes its copy, this one too, when it learns of the
+        deletion. Another server that checks the same quota may delete the same session at the same time, which counts
+        once."""
         try:
             place = left = 0
             held = await self._directory.held(tenant)
@@ -47,7 +48,8 @@ class HeldInFleet:
 
 
 class Spending:
-    """A sum of the tokens that keys have used here, to be reported to the fleet. One per replica, on its event loop."""
+    """A counter of the tokens that keys have used on this replica and that the directory has not been told of. One per
+    replica, on its event loop."""
 
     def __init__(self, *, directory: Directory, limits: Callable[[str], KeyLimits]) -> None:
         self._directory = directory
@@ -64,7 +66,7 @@ class Spending:
         return True
 
     async def tell(self) -> None:
-        """Report all tokens that were added to the directory. Raises DirectoryUnavailable; what was not reported waits
+        """Report to the directory all tokens that were added. Raises DirectoryUnavailable; what was not reported waits
         for the next call."""
         while self._owed:
             tenant = next(iter(self._owed))

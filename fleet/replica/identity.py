@@ -34,8 +34,8 @@ class Identity:
 
 
 def own_address(settings: Settings) -> str:
-    """Return the address at which others reach this server. If it listens on every address, that is its machine's name,
-    which in a container is the container's."""
+    """Return the address at which others reach this server: its host and port by the settings. If it listens on every
+    address, the host is the name of its machine or container."""
     host = settings.server.host
     with contextlib.suppress(ValueError):
         if ipaddress.ip_address(host).is_unspecified:
@@ -44,7 +44,8 @@ def own_address(settings: Settings) -> str:
 
 
 def replica_name(state_dir: Path) -> str:
-    """Return the name that this state directory had before, or else a new one, which is stored. Raises OSError."""
+    """Return the replica's name that is stored in this state directory. If none is, make one up and store it. Raises
+    OSError."""
     path = state_dir / "replica"
     with contextlib.suppress(OSError):
         name = path.read_text(encoding="ascii", errors="replace").strip()

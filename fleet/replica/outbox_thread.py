@@ -21,12 +21,12 @@ class OutboxThread:
 
     @property
     def waiting(self) -> int:
-        """Number of entries that wait."""
+        """Number of sessions in the outbox, whose last turn the directory has not been told of."""
         return self._outbox.waiting
 
     @property
     def dropped(self) -> int:
-        """Number of entries that were dropped for lack of room."""
+        """Number of entries of the outbox that were dropped because it had no room for them."""
         return self._outbox.dropped
 
     async def put(self, entry: Unsent) -> None:

@@ -138,8 +138,8 @@ class ResumedTurn:
             raise cannot_resume("This answer was begun by a server with another 'model.exact'.")
 
     def submit(self, begun: Submit) -> Submit:
-        """Return the message with which the engine continues what another server has generated: `begun`, with which it
-        would begin the turn, and the tokens of the other server."""
+        """Return the message by which the engine continues the answer of the other server: `begun` plus the tokens
+        generated there. begun: the message with which the engine would begin the turn."""
         if self.note.prompt != digest_of(begun.token_ids):
             # The text is the same, so the answer goes on validly, though not as it would have where it began.
             log.warning(
@@ -171,8 +171,8 @@ class ResumedTurn:
         return said
 
     def over(self, num_choices: int) -> list[int] | None:
-        """Return the tokens of the prompt's first choice if that choice has ended; None if it goes on. The engine needs
-        them to keep the whole answer in the session although it does not generate it again."""
+        """Return the tokens of the prompt's first choice if that choice has ended; None if it continues. The engine
+        needs them to keep the whole answer in the session although it does not generate it again."""
         mine = [delta for delta in self.deltas if delta.choice == self.place * num_choices]
         if not any(delta.end is not None for delta in mine):
             return None

@@ -58,7 +58,7 @@ class OwnedProcess:
             raise ProcessEnded(f"`{self._name}` ended with status {self._process.returncode}\n{tail}")
 
     def wait(self) -> None:
-        """Return when the process has ended."""
+        """Wait until the process has ended."""
         self._process.wait()
 
     def stop(self, timeout_s: float) -> None:

@@ -27,7 +27,7 @@ MAX_SLOTS = 1000
 
 
 class Unhealthy(Exception):
-    """The server lives but does not answer as one that will serve again."""
+    """The server's process runs, but /health does not answer, or answers that the server will not serve again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ class OwnedServer:
         return {}
 
     def wait(self) -> None:
-        """Return when the server has ended."""
+        """Wait until the server has ended."""
         self._process.wait()
 
     def drain(self) -> None:
