@@ -19,8 +19,8 @@ class CodedKV:
         return self
 
     def room(self, num_tokens: int, *, raw_tokens: int) -> float:
-        """Return the room that tokens take, in units of a raw token's room. raw_tokens: how many of the tokens are not
-        compressed."""
+        """Return the room that `num_tokens` tokens take when all but `raw_tokens` of them are compressed. The unit is
+        the room of an uncompressed token."""
         return raw_tokens + (num_tokens - raw_tokens) / self.ratio
 
     def read_s(self, raw_bytes: float, bytes_per_s: float) -> float:

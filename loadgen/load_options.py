@@ -84,8 +84,8 @@ class WorkloadOptions:
     seed: Annotated[int, Option(help="Seed of everything that is random.")] = 0
 
     def source(self) -> tuple[str, str]:
-        """Return what the conversations are made of: trace, dialogues or synthetic, and the file. Raises ValueError for
-        options that do not go together."""
+        """Return the kind of the conversations' source ("trace", "dialogues" or "synthetic") and its file. Raises
+        ValueError for options that do not go together."""
         if self.loop not in get_args(Loop):
             raise ValueError(f"--loop is one of {', '.join(get_args(Loop))}")
         if self.dialogues is not None and self.trace is not None:
@@ -142,7 +142,8 @@ class OutputOptions:
 def run_options(
     server: ServerOptions, sent: WorkloadOptions, lengths: LengthOptions, measured: MeasureOptions, cost: CostOptions
 ) -> load_run.Options:
-    """Put together what determines a run. Raises ValueError for options that do not go together."""
+    """Return the options of a run, made of the groups of options of the command line. Raises ValueError for options
+    that do not go together."""
     source, path = sent.source()
     return load_run.Options(
         source=source,

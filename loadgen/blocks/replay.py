@@ -32,7 +32,7 @@ _MOST_SESSIONS = 20_000  # like a server, which forgets old sessions
 
 @dataclass(frozen=True, slots=True)
 class HitRate:
-    """The hits of one policy at one capacity."""
+    """The blocks and tokens of a trace's requests, and how many of them one policy hits at one capacity."""
 
     policy: str
     capacity_tokens: int | None  # tokens of raw KV that would fit; None: unlimited
@@ -62,7 +62,8 @@ class SessionFinder:
         self._sessions = 0
 
     def find(self, full_blocks: Sequence[int]) -> int | None:
-        """Return the session of a request; None if it is too short to be recognised."""
+        """Return the number of the session that a request belongs to, and record the request as the session's newest.
+        full_blocks: names of the prompt's full blocks. None if there are fewer than two."""
         if len(full_blocks) < 2:
             return None
         known = next((block for block in reversed(full_blocks[1:]) if block in self._at_end), None)

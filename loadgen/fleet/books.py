@@ -6,7 +6,7 @@ from reprise.loadgen.sim.store import BrokenBooks
 
 
 def check(fleet: FleetSimulation) -> None:
-    """Raise BrokenBooks if something does not add up."""
+    """Raise BrokenBooks unless the turns, tokens and bytes of a finished run add up over all replicas and Redis."""
     killed = {name for name, replica in fleet.replicas.items() if replica.server.unfinished()}
     for name, replica in fleet.replicas.items():
         if name not in killed:

@@ -48,7 +48,8 @@ class SimulatedRedis:
         return max(0.0, self._free_s - now)
 
     def load(self, session: str, size: float, now: float) -> float:
-        """Return the time at which Redis has sent `size` bytes of a session."""
+        """Send `size` bytes of a session to a replica, after all loads ordered earlier. Returns the time at which all
+        are sent."""
         self._pass(now)
         self._free_s = max(self._free_s, now) + size / self.bytes_per_s
         self.loaded += size

@@ -67,7 +67,8 @@ class _Talk:
 
 
 def own_prompts(num_prompts: int, num_words: int, rng: random.Random) -> list[Messages]:
-    """Return prompts with about `num_words` words each, of which no two begin alike."""
+    """Return `num_prompts` prompts of about `num_words` random words each. No two begin alike, so none hits another's
+    KV."""
     return [
         [{"role": "user", "content": f"{words(rng, num_words)}\n\n{_TASKS[number % len(_TASKS)]}"}]
         for number in range(num_prompts)
@@ -138,8 +139,8 @@ class BenchRun:
         self.measured: list[Measured] = []
 
     async def run(self) -> None:
-        """Send first turns for a part of the time, then later turns of these conversations, each with its history kept
-        and anew, in either order, for the rest of it."""
+        """Send first turns for a part of the time. For the rest of it, send later turns of these conversations, each of
+        them twice, in either order: with the history that the server has kept, and as a new conversation."""
         began_s = time.monotonic()
         self._end_s = began_s + self._bounds.seconds
         talks: list[_Talk] = []

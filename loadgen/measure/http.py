@@ -36,7 +36,7 @@ class Http:
     """A set of connections to one server, as many as there are simultaneous requests. To be used on one event loop."""
 
     def __init__(self, url: str, *, silence_s: float) -> None:
-        """url: `https://host:port/path`. silence_s: how long the server may send nothing."""
+        """Set up. url: `https://host:port/path`. silence_s: how long the server may send nothing."""
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"{url!r} is not an http or https address")

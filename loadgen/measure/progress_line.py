@@ -41,7 +41,8 @@ class ProgressLine:
             self._tpot_s.append(gap)
 
     def line(self) -> str:
-        """Return the figures of the latest requests."""
+        """Return the line to show: how many requests run, TTFT, TPOT and the share of good answers of the latest
+        requests, and how many failed."""
         ttft, tpot, good = self._ttft_s.copy(), self._tpot_s.copy(), self._good.copy()
         parts = [f"{self.sent - self.ended} running"]
         if ttft:

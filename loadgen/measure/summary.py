@@ -74,7 +74,8 @@ def is_good(result: TurnResult, slo: Slo) -> bool:
 
 
 def summarize(results: Sequence[TurnResult], *, planned_turns: int, slo: Slo, prices: Prices) -> dict[str, Any]:
-    """Summarize the results that count. planned_turns: how many requests were to be sent."""
+    """Summarize the results of requests that were sent after the warm-up. planned_turns: how many requests were to be
+    sent."""
     ended = [result for result in results if not result.interrupted]
     good = [result for result in ended if result.error is None]
     began_s = min((result.due_s for result in results), default=0.0)

@@ -13,7 +13,8 @@ from reprise.loadgen.offload.hardware import Host, OffloadedModel
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """The numbers of tokens for which memory is divided, each in all layers."""
+    """A division of memory: how many tokens have their activations on the GPU (`act_gpu`) and in host memory
+    (`act_host`), and how many have their KV in host memory (`kv_host`). Every token counts with all of its layers."""
 
     act_gpu: float
     act_host: float
@@ -21,7 +22,7 @@ class Allocation:
 
     @property
     def kv_per_act(self) -> float:
-        """KV blocks per block of activations in host memory: the ratio that the paper states."""
+        """Blocks of KV for each block of activations in host memory, which is the ratio that the paper states."""
         return self.kv_host / self.act_host if self.act_host else float("inf")
 
 
@@ -51,8 +52,8 @@ def allocate(model: OffloadedModel, host: Host, host_bytes: float | None = None)
 
 
 def next_is_act(act_blocks: int, kv_blocks: int, allocation: Allocation) -> bool:
-    """Return whether a request's next block is to hold activations, so that its blocks keep the ratio of activations to
-    KV that host memory is divided in."""
+    """Return whether a request's next block is to hold activations, not KV. The answer keeps the ratio of the request's
+    blocks close to that of host memory."""
     return (act_blocks + 1) * allocation.kv_host <= (kv_blocks + 1) * allocation.act_host
 
 

@@ -107,7 +107,8 @@ def machine_of(model: str) -> Machine:
 def of_trace(
     path: Path, machine: Machine, *, dram_gb: float, target: float, prices: Prices, progress: Callable[[float], None]
 ) -> Plan:
-    """Plan for a trace. Every request is considered alone: none waits for another, however many GPUs that takes. Raises
+    """Plan for a trace. Every request is considered alone: none waits for another, however many GPUs that takes.
+    dram_gb: the most DRAM; further storage is disk. target: share of the best hit rate that is to be reached. Raises
     ValueError for a trace that cannot be read or names no blocks, OSError."""
     requests = traces.read(path)
     blocks = {name for request in requests for name in request.block_names}

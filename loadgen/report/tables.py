@@ -66,7 +66,7 @@ def comparison(documents: Sequence[dict[str, Any]]) -> list[tuple[str, list[floa
 
 
 def differences(documents: Sequence[dict[str, Any]]) -> list[str]:
-    """Return what makes these runs not comparable, as text."""
+    """Return sentences that say why these runs cannot be compared; none if they can."""
     found = []
     if len({document["workload"]["digest"] for document in documents}) > 1:
         found.append("these runs did not send the same workload")
@@ -80,7 +80,7 @@ def differences(documents: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def facts(document: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return the figures that are not distributions."""
+    """Return (name, value as text) for each figure of a run that is a single value, such as throughput or goodput."""
     summary = document["summary"]
     requests, rates, good, hits = (summary[name] for name in ("requests", "throughput", "goodput", "hits"))
     # results of earlier versions have no such count

@@ -39,7 +39,8 @@ class SimulatedLookAhead:
             self._store.look_ahead(self._names, now)
 
     def fetch(self, now: float) -> None:
-        """Begin to fetch into DRAM what it lacks, and the disk has, of the next session of the prefetch window."""
+        """Begin to fetch KV from disk into DRAM: of the first waiting session, within the prefetch window, that has KV
+        on disk and not in DRAM. Does nothing while another fetch is under way."""
         if not self._fetches or self.fetching is not None or not (mean := self._store.mean_session_bytes):
             return
         self._follow()

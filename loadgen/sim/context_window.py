@@ -14,8 +14,9 @@ class ContextWindow:
         self._store = store
 
     def fit_prompt(self, session: LiveSession, record: TurnRecord) -> int:
-        """Drop the beginning of the history of a prompt that leaves no room for its answer. Returns the number of
-        tokens that `drop` must remove from saved KV when the turn starts; until then the tiers hold all of it."""
+        """Shorten the history of a turn whose prompt would leave no room in the window for its answer. Returns the
+        number of tokens that `drop` must remove from saved KV when the turn starts; until then the tiers hold all of
+        it."""
         window, reserved = self._window, self._reserved(record.answer_tokens)
         if record.new_tokens > window - reserved:
             record.clipped_tokens = record.new_tokens - (window - reserved)
@@ -27,12 +28,13 @@ class ContextWindow:
         return dropped
 
     def overflow(self, session: LiveSession, record: TurnRecord, left: int) -> None:
-        """Make room when the window is full and `left` tokens of the answer are still to come."""
+        """Drop the beginning of the context of a turn whose window is full, and of its saved KV. left: tokens of the
+        answer that are still to come."""
         self.drop(session, self._cut(session, self._window - self._reserved(left), record))
 
     def drop(self, session: LiveSession, num_tokens: int) -> None:
-        """Drop the first tokens of what is saved; all of it if truncation makes saved KV useless (positions coupled to
-        keys)."""
+        """Remove the first `num_tokens` tokens from a session's saved KV. With truncation "coupled" all of its saved KV
+        is lost, because keys are saved with positions that the cut changes."""
         if num_tokens and self._config.truncation == "decoupled":
             self._store.cut(session.name, num_tokens)
         elif num_tokens:

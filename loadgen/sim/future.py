@@ -19,7 +19,7 @@ class NextTurns:
             self._starts_s.setdefault(record.session_id, []).append(record.started_s)
 
     def arrived(self, session: str) -> None:
-        """Record that a turn has arrived."""
+        """Record that a turn of this session has arrived. `start_s` then returns the start of the turn after it."""
         self._turns[session] += 1
 
     def start_s(self, session: str) -> float:

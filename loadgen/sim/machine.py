@@ -67,7 +67,8 @@ class Machine:
         return self.codec.read_s(num_tokens * self.kv_bytes_per_token, self.disk_to_dram)
 
     def check(self) -> "Machine":
-        """Return self if it can be simulated. Raises ValueError, TypeError."""
+        """Return self if such a machine can be simulated. Raises ValueError if a size or rate makes no sense, TypeError
+        if one is no number."""
         costs = (getattr(self.costs, field.name) for field in fields(self.costs) if field.name != "overlapped")
         counts = (self.gpus, self.num_layers, self.max_seqs, self.window - 1)
         rates = (self.kv_bytes_per_token, self.dram_to_hbm, self.disk_to_dram)

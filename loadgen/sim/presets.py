@@ -228,8 +228,9 @@ def documents(lengths: Sequence[int]) -> list[Conversation]:
 
 
 def smaller(whole: Machine, share: float) -> Machine:
-    """Return a share of a machine, to be simulated with the same share of its sessions. Tiers, batch and HBM bandwidth
-    for KV shrink in proportion, so that a step takes the same time; prefills and links stay as fast."""
+    """Return a machine that is a share of another one, to be simulated with the same share of the sessions. Tiers,
+    batch and HBM bandwidth for KV shrink in proportion, so that a step takes the same time; prefills and links stay as
+    fast."""
     return replace(
         whole,
         max_seqs=max(1, round(whole.max_seqs * share)),

@@ -8,7 +8,7 @@ class RemoteKV(Protocol):
     call."""
 
     def found(self, session: str, now: float) -> int:
-        """Return the number of leading tokens of a session's context that are stored."""
+        """Return the number of leading tokens of a session's context whose KV is stored there."""
         ...
 
     def wait_s(self, now: float) -> float:
@@ -20,7 +20,7 @@ class RemoteKV(Protocol):
         ...
 
     def load(self, session: str, num_tokens: int, now: float) -> float:
-        """Load, and return the time at which all of it has arrived."""
+        """Load the KV of `num_tokens` tokens of a session. Returns the time at which all of it has arrived."""
         ...
 
     def save(self, session: str, num_tokens: int, now: float) -> None:

@@ -21,11 +21,11 @@ class RunningTurns:
 
     @property
     def steps_to_next(self) -> int:
-        """Decode steps until the next turn is due."""
+        """Decode steps until the next turn ends its answer or fills its window."""
         return self._due[0][0] - self._steps
 
     def add(self, turn: LiveTurn, steps: int) -> None:
-        """Let a turn decode for `steps` steps, by which its context grows."""
+        """Add a turn that decodes for `steps` steps until its answer ends or its window is full."""
         self._added += 1
         heapq.heappush(self._due, (self._steps + steps, self._added, turn))
         self.context_sum += turn.live.context

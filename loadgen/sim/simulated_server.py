@@ -123,7 +123,8 @@ class SimulatedServer:
                 self.now = max(self.now, min(until_s, self._next_event()))
 
     def submit(self, session: LiveSession, when_s: float) -> None:
-        """Send the next turn of a conversation to this server at `when_s`, to which the server has been advanced."""
+        """Queue the next turn of a conversation at this server at `when_s`. The server must have been advanced to that
+        time."""
         self.now = max(self.now, when_s)
         self._arrive(when_s, session)
         self._start_s = 0.0

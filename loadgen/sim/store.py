@@ -21,7 +21,7 @@ _TOLD = 3  # times the number of sessions that fit into an upper tier
 
 
 class BrokenBooks(Exception):
-    """The simulator's own counts do not add up."""
+    """The tokens, bytes or turns that the simulator has counted do not add up: it has a fault."""
 
 
 @dataclass(slots=True)
@@ -50,7 +50,7 @@ class Tier:
     """One simulated tier. It knows which granules (parts of sessions, see this module) lie in it, and their bytes."""
 
     def __init__(self, name: str, capacity: float, policy: EvictionPolicy, *, kv: float, codec: CodedKV) -> None:
-        """Begin empty. kv: bytes of a raw token."""
+        """Begin empty. capacity: in bytes. kv: bytes of a token's uncompressed KV."""
         self.name = name
         self.capacity = capacity
         self._kv, self.codec = kv, codec
@@ -207,13 +207,14 @@ class SimulatedStore:
     # --- events -------------------------------------------------------------------------------------------------------
 
     def arrived(self, session: str, now: float, prompt_tokens: int) -> None:
-        """Record that a turn has arrived."""
+        """Record that a turn of the session has arrived, from which policies learn when sessions return."""
         self._used_s.pop(session, None)
         self._used_s[session] = now
         self._returns.used(session, now, prompt_tokens)
 
     def hit(self, session: str) -> None:
-        """Touch all granules of the session in all tiers, beginning with the tail, so that tails leave first."""
+        """Mark the session's granules (the units in which KV is stored) as used now, in all tiers. The first granule is
+        marked last, so that the session's tail is evicted before its beginning."""
         context = self._contexts.get(session)
         for granule in reversed(context.granules) if context else ():
             for tier in self.tiers.values():
@@ -221,7 +222,8 @@ class SimulatedStore:
                     tier.policy.touch(granule.key)
 
     def pin(self, session: str) -> None:
-        """Keep all of the session's granules from leaving, because it is being loaded or runs. Pins are counted."""
+        """Protect the session's granules from eviction, because it is being loaded or runs. Each `pin` needs an
+        `unpin`."""
         context = self._contexts.setdefault(session, _Context())
         context.pins += 1
         if context.pins == 1:
@@ -235,7 +237,7 @@ class SimulatedStore:
                 del self._pinned.counts[granule.key]
 
     def cut(self, session: str, num_tokens: int) -> None:
-        """Drop the first tokens of the context, a whole number of granules. The rest keeps its KV."""
+        """Drop the first `num_tokens` tokens of the context, a whole number of granules. The rest keeps its KV."""
         context = self._contexts.get(session)
         while context and context.granules and num_tokens > 0:
             head = context.granules[0]
@@ -273,8 +275,8 @@ class SimulatedStore:
         self._pinned.counts.pop(head.key, None)
 
     def save(self, session: str, kv_tokens: int, reused_tokens: int, now: float) -> float:
-        """Save a turn's context of `kv_tokens` rows, of which the first `reused_tokens` were not computed by the turn.
-        Returns the bytes to write to disk."""
+        """Save the KV of a turn's context of `kv_tokens` tokens, of which the turn has computed all but the first
+        `reused_tokens`. Returns the bytes to write to disk."""
         if not self.tiers:
             return 0.0
         disk = self.tiers.get("disk")
@@ -344,8 +346,8 @@ class SimulatedStore:
         return False
 
     def fetch(self, session: str) -> float:
-        """Make room in DRAM for what only the disk has of a queued session, and count it as fetched. Returns the bytes
-        of raw KV to move; 0 if the policy makes no room."""
+        """Put into DRAM what only the disk has of a session, as far as its policy makes room. Returns the bytes of KV,
+        uncompressed, that the caller has to let the disk read; 0 if there is no room."""
         dram, disk = self.tiers["dram"], self.tiers["disk"]
         moved = 0.0
         for granule in self._contexts[session].granules:
@@ -359,13 +361,12 @@ class SimulatedStore:
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether the queue matters for eviction."""
+        """Whether some tier's eviction policy uses the order of the waiting sessions; LRU does not."""
         return any(not isinstance(tier.policy, LruPolicy) for tier in self.tiers.values())
 
     def look_ahead(self, waiting: Sequence[str], now: float) -> None:
-        """Tell the policies which sessions wait, next first. A tier other than the lowest is told only of the next
-        ones, a few times as many as it can hold: others find no place in it anyway, and a policy walks all that it is
-        told of."""
+        """Tell the eviction policies which sessions wait, next first. A tier above the lowest is told only of the first
+        ones, a few times as many as it can hold, because a policy walks through all of them."""
         mean = self.mean_session_bytes
         for name, tier in self.tiers.items():
             told_bytes = _TOLD * tier.capacity + mean if name != self._lowest else self._window_bytes
@@ -376,8 +377,8 @@ class SimulatedStore:
         self._returns.advance(now)
 
     def leave_hbm(self, session: str) -> None:
-        """Remove the session's granules from HBM as a tier, which holds only sessions that do not run: its rows now
-        belong to the running turn."""
+        """Remove a session that begins to run from the tier "hbm", which counts only sessions that do not run. Its KV
+        now belongs to the running turn."""
         context = self._contexts.get(session)
         for granule in context.granules if context else ():
             self.tiers["hbm"].remove(granule.key)

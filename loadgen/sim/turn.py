@@ -48,7 +48,7 @@ class TurnRecord:
 
 @dataclass(slots=True)
 class LiveSession:
-    """A conversation as seen by its client and by the server."""
+    """A conversation during a run: how many turns it has had, and the length of its context."""
 
     conversation: Conversation
     turn: int = 0
@@ -70,8 +70,8 @@ class LiveSession:
         )
 
     def queued(self, record: TurnRecord) -> Sequence:
-        """Return the turn as a sequence for the scheduler's queues, which use only the length of its prompt: its ids
-        mean nothing."""
+        """Return the turn as a sequence for the scheduler's queues. They use only the length of the prompt, so its
+        token ids are arbitrary."""
         return Sequence(
             request_id=f"{self.name}/{record.turn}",
             tenant=self.conversation.tenant,

@@ -27,7 +27,7 @@ _MOST_STEPS = 100_000
 
 @dataclass(slots=True)
 class VirtualTurn:
-    """The outcome of a turn."""
+    """The record of a simulated turn: its times, and how many tokens of its prompt were cached."""
 
     session_id: str
     tenant: str
@@ -56,7 +56,7 @@ class _Live:
 
 
 class BrokenInvariant(Exception):
-    """An invariant does not hold."""
+    """An invariant of the scheduler or the cache does not hold. The message says which."""
 
 
 class Simulation:

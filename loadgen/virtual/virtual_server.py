@@ -74,7 +74,8 @@ class VirtualServer:
         return int(self.coded_share * self.block_bytes)
 
     def step_cost(self, *, misjudged: float) -> StepCost:
-        """Return the cost of steps as the scheduler is to believe it. misjudged: factor on the true cost."""
+        """Return the cost of steps that the scheduler is told. misjudged: factor by which it differs from the true
+        cost."""
         return StepCost(
             fixed_s=misjudged * self.fixed_s,
             s_per_token=misjudged * self.s_per_token,

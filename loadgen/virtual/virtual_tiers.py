@@ -130,7 +130,7 @@ class VirtualTiers:
                         self._in_redis.pop(name, None)
 
     def save(self, num_rows: int, now: float) -> None:
-        """Start saving `num_rows` rows to DRAM at time `now`. The copy takes its time on the link from HBM."""
+        """Start copying the KV of `num_rows` tokens from HBM to DRAM at time `now`."""
         self._occupy("save", num_rows * self._bytes_per_token, "hbm_to_dram", now)
 
     def _load(self, move: LoadBlocks, now: float) -> None:

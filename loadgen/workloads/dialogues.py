@@ -36,7 +36,7 @@ def read(path: Path) -> Dialogues:
 
 
 def choose(scripts: list[Script], rng: random.Random, count: int) -> list[Script]:
-    """Return `count` scripts (what is said in a conversation) in random order. All are used before any is repeated."""
+    """Return `count` scripts (conversations without times) in random order. All are used before any is repeated."""
     return list(islice(cycle(rng.sample(scripts, len(scripts))), count))
 
 

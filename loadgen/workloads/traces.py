@@ -67,7 +67,7 @@ def read(path: Path) -> list[TraceRequest]:
 
 
 def conversations(requests: list[TraceRequest], *, speed: float) -> list[Conversation]:
-    """Convert requests to conversations. speed: how many times faster than recorded to send them."""
+    """Convert requests to conversations, due at their recorded times divided by `speed`."""
     sessions: dict[str, list[TraceRequest]] = defaultdict(list)
     for number, request in enumerate(requests):
         sessions[request.session or f"r{number}"].append(request)

@@ -72,8 +72,8 @@ def poisson(
 def arrive(
     scripts: Iterable[Script], *, rng: random.Random, rate_per_s: float, think: ThinkTime, system: str = ""
 ) -> list[Conversation]:
-    """Return conversations with these scripts that begin independently of each other, on average `rate_per_s` per
-    second."""
+    """Return a conversation for each script. They begin independently of each other, on average `rate_per_s` per
+    second. think: draws the time between an answer and the next message. system: text of the system prompt."""
     start_s = 0.0
     conversations = []
     for number, script in enumerate(scripts):
@@ -84,7 +84,8 @@ def arrive(
 
 
 def scaled(script: Script, factor: float) -> Script:
-    """Multiply a script's token lengths by `factor`. Given text is cut, but never extended."""
+    """Return the script (a conversation without times) with all token lengths multiplied by `factor`. Given text is
+    cut, but never extended."""
     if factor == 1:
         return script
     return tuple(
@@ -117,8 +118,8 @@ def fitted(conversation: Conversation, max_context: int, overhead: int) -> Conve
 
 
 def message(turn: Turn, rng: random.Random, seed: int = 0) -> str:
-    """Return a turn's message. `seed` determines the text of named blocks, which turns of different conversations
-    share."""
+    """Return the text of a turn's new message: its own text, else filler words. seed: determines the text of a trace's
+    named blocks, which turns of different conversations share."""
     if turn.text:
         return turn.text
     if turn.block_names:
@@ -127,7 +128,7 @@ def message(turn: Turn, rng: random.Random, seed: int = 0) -> str:
 
 
 def digest(conversations: Sequence[Conversation]) -> str:
-    """Return 16 hexadecimal digits that are equal for equal workloads."""
+    """Return 16 hexadecimal digits that identify a workload: equal for equal conversations, to compare runs."""
     found = hashlib.sha256()
     for conversation in conversations:
         found.update(msgspec.json.encode(conversation))
