@@ -65,9 +65,9 @@ def require_admin(request: Request) -> None:
 
 
 def arrive(request: Request) -> ArrivedRequest:
-    """Begin the handling of a request. Counts it against its key's requests a minute, unless a gateway of the fleet has
-    counted it. Returns what knows whether the client or a gateway sent it. Raises ApiError, 429 for a key whose
-    allowance for the minute is used up."""
+    """Return the object that represents a request from its arrival on, whether its client or a gateway of the fleet
+    sent it. Counts the request against its key's requests a minute, unless a gateway has counted it. Raises ApiError,
+    429 for a key whose allowance for the minute is used up."""
     state = request.state
     arrival = hooks_of(request).arrive(
         tenant=state.tenant, path=request.url.path, request_id=state.request_id, headers=request.headers
@@ -79,9 +79,9 @@ def arrive(request: Request) -> ArrivedRequest:
 
 
 async def body_of(request: Request, model: type[T]) -> tuple[T, dict[str, str]]:
-    """Return (parsed body, headers for the answer, which name what had no effect). Raises ApiError. 503 while the
-    engine takes no requests and 429 for too many requests a minute come before the body is read, so that a client told
-    to retry does not upload first."""
+    """Return (parsed body, headers for the answer). The headers name the fields and parts of the body that had no
+    effect. Raises ApiError. 503 while the engine takes no requests and 429 for too many requests a minute come before
+    the body is read, so that a client told to retry does not upload first."""
     readiness_of(request).require()
     limits, arrival = settings_of(request).limits, arrive(request)
     max_bytes = limits.body_bytes + arrival.added_bytes
@@ -92,7 +92,8 @@ async def body_of(request: Request, model: type[T]) -> tuple[T, dict[str, str]]:
 
 
 def note_losses(request: Request, names: Sequence[str]) -> dict[str, str]:
-    """Log what of a request has no effect. Returns the header that tells the client, also of what was noted before."""
+    """Log the fields and parts of a request (`names`) that have no effect. Returns the header that names them to the
+    client, together with those of earlier calls for this request."""
     lost: list[str] = request.state.lost
     lost += [name for name in names if name not in lost]
     if names:
@@ -103,8 +104,8 @@ def note_losses(request: Request, names: Sequence[str]) -> dict[str, str]:
 
 
 def caller_of(request: Request, place: int = 0) -> Caller:
-    """Describe the caller of a request whose body has been read. place: index of the prompt, where a request has
-    several. Raises ApiError."""
+    """Return the caller of a request whose body has been read: its tenant, and what its headers say. place: index of
+    the prompt, if the request has several. Raises ApiError."""
     arrival: ArrivedRequest = request.state.arrival
     return Caller(
         tenant=request.state.tenant,

@@ -18,8 +18,8 @@ _TOKEN = re.compile(
 
 
 class CustomInput:
-    """A decoder of one call's arguments, which arrive in pieces cut anywhere. The sum of what it returns does not
-    depend on the cuts."""
+    """A decoder of the input of a custom tool's call. The call's arguments are JSON that arrives in pieces cut
+    anywhere; the returned texts together do not depend on the cuts."""
 
     def __init__(self) -> None:
         self._rest = ""  # what is not decoded yet
@@ -27,7 +27,7 @@ class CustomInput:
         self._has_ended = False
 
     def push(self, arguments: str) -> str:
-        """Return the text that more of the arguments add to the input."""
+        """Take the next piece of the call's arguments. Returns the part of the input that it completes."""
         if self._has_ended:
             return ""
         self._rest += arguments
@@ -39,8 +39,8 @@ class CustomInput:
         return self._take()
 
     def flush(self) -> str:
-        """Return what is left at the end of the call: all of it if the arguments were not those of a custom tool. An
-        escape that the end of the answer cut is left out."""
+        """Return the rest of the input at the end of the call. If the arguments never had the form of a custom tool's,
+        they are returned as they are. An incomplete escape at the end of a cut answer is left out."""
         if self._has_begun or not self._rest:
             return ""
         try:
@@ -66,7 +66,7 @@ class CustomInput:
 
 
 def input_of(arguments: str) -> str:
-    """Return the input of a complete call."""
+    """Return the input of a custom tool from the complete arguments of its call."""
     decoder = CustomInput()
     return decoder.push(arguments) + decoder.flush()
 

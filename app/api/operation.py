@@ -42,9 +42,9 @@ def described(
     query: Model | None = None,
     events: Model | None = None,
 ) -> dict[str, Any]:
-    """Return arguments for a route's decorator, which keep the description with the route. answer: model of the plain
-    answer; None: a text, or nothing. body, query: models of the request's body and query. events: model of the events
-    of a streamed answer. FastAPI's own API description is off."""
+    """Return the arguments for a route's decorator by which /openapi.json and docs/api.md describe the route. answer:
+    model of the plain answer; None: a text, or nothing. body, query: models of the request's body and query. events:
+    model of the events of a streamed answer. FastAPI's own API description is off."""
     return {"openapi_extra": {_KEY: Description(summary=summary, answer=answer, body=body, query=query, events=events)}}
 
 

@@ -26,7 +26,7 @@ class ThoughtSeal:
         return base64.b64encode(_VERSION + self._mac(data) + data).decode()
 
     def open(self, seal: str) -> str | None:
-        """Return the thought; None if the seal is not ours, or was changed."""
+        """Return the thought in a seal; None if the seal was made with another secret, or was changed."""
         try:
             sealed = base64.b64decode(seal, validate=True)
         except (binascii.Error, ValueError):

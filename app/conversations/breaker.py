@@ -22,8 +22,8 @@ class Breaker:
         return "open" if now < self._closed_s else "half_open"
 
     def allows(self, now: float) -> bool:
-        """Return whether a call may be made. The caller then reports `succeeded` or `failed`, or nothing if it was
-        cancelled."""
+        """Return whether a call may be made now. After the call, the caller has to call `succeeded` or `failed`, or
+        neither if the call was cancelled."""
         state = self.state(now)
         if state != "half_open":
             return state == "closed"

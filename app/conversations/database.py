@@ -72,8 +72,8 @@ class Database:
         return None if self._path is None else self._disk.problem
 
     def run(self, work: Callable[[], T]) -> T:
-        """Return or raise what `work` does with this database. Raises DiskAway if the disk does not answer in time.
-        Then the work may still be done, later."""
+        """Run `work`, which uses this database, on the thread of the file's disk, and return or raise what it does.
+        Raises DiskAway if the disk does not answer in time. Then the work may still be done, later."""
         if self._thread is None:
             self._open_first()
             return work()
@@ -105,7 +105,8 @@ class Database:
             raise
 
     def recover(self, error: sqlite3.Error) -> bool:
-        """Recover from an error in use, by replacing a damaged database. Returns whether all that was in it is gone."""
+        """Handle an error that `execute` or `work` has raised: replace a damaged database by an empty one, and log
+        other errors. Returns whether all that was in the database is gone."""
         if not _is_damage(error):
             self._disk.refused(error)
             if time.monotonic() - self._told_s > TOLD_EVERY_S:
@@ -132,8 +133,8 @@ class Database:
             self._db.executescript(f"PRAGMA incremental_vacuum({excess})")
 
     def scrub(self) -> None:
-        """Remove what was deleted from the write-ahead log too. Call it outside a transaction. It does nothing while
-        another process reads."""
+        """Remove deleted data from SQLite's write-ahead log too. To be called outside a transaction. It does nothing
+        while another process reads."""
         with suppress(sqlite3.Error):
             self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
 

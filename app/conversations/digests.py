@@ -28,7 +28,7 @@ def digest(*fields: bytes | str | int) -> bytes:
 
 
 def link(chain: bytes, message: Message) -> bytes:
-    """Return the digest of a chain of messages, made from that of the chain without its last message."""
+    """Return the digest of a list of messages that ends with `message`. chain: the digest of the messages before it."""
     return digest("message", chain, canonical(message))
 
 
@@ -37,9 +37,9 @@ def without_reasoning(message: Message) -> Message:
 
 
 def canonical(value: object) -> str:
-    """Return JSON with sorted keys. Every object loses the fields that are null, [] or {} and those that no template
-    renders, because clients add and drop such fields freely. Not so in the arguments of calls and in schemas of tools:
-    another value there is another call or another tool."""
+    """Return a value as JSON, the same for values that mean the same: keys are sorted, and objects lose fields that are
+    null, [] or {} and those that no template renders, because clients add and drop such fields freely. The arguments of
+    calls and the schemas of tools keep all fields: another value there is another call or another tool."""
     return _ENCODE(_without_empty(value))
 
 

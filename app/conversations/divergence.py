@@ -35,7 +35,8 @@ _CHANGING = (
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """The place where a request leaves the recorded conversation."""
+    """The place where a request differs from the recorded conversation that it was expected to continue, and a sentence
+    that says why."""
 
     message: int | None  # index of the request's message; None: the place is in no message
     role: str | None  # role of the message
@@ -46,7 +47,7 @@ class Divergence:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """The place where the prompt's tokens differ from those that are recorded, with the text around it."""
+    """The first place where a prompt's tokens differ from the recorded ones, with the text around it."""
 
     token: int
     message: int | None = None  # index of the message that holds the token; None: unknown
@@ -65,9 +66,10 @@ def explain(
     change: Change,
     numbers: Sequence[int] | None = None,
 ) -> Divergence:
-    """Explain the difference between a recorded request with its answer and a later request. was_tools: None if they
-    are not known any more. numbers: for each message of `now`, the index of the client's message that it begins with;
-    -1 for one of the server's own. By default they are the client's."""
+    """Explain why a later request does not continue a recorded one. was: outline of the recorded request with its
+    answer. now: outline of the later one. was_tools: None if they are not known any more. change: where the tokens
+    differ. numbers: for each message of `now`, the index of the client's message that it begins with; -1 for one of the
+    server's own. By default they are the client's."""
     for where, sentence in (_of_model(was, now), _of_arguments(was, now), _of_tools(was, now, was_tools, now_tools)):
         if sentence:
             return Divergence(None, None, where, change.token, sentence)
@@ -75,8 +77,9 @@ def explain(
 
 
 def hidden_by(tenants: Sequence[str], tenant: str) -> str | None:
-    """Return a sentence if conversations of one name belong to others than `tenant`, and so are hidden from it; None
-    if not. tenants: those that have a conversation of that name, each with its salt ("tenant/salt")."""
+    """Return a sentence if conversations of the same name exist that `tenant` cannot see, since they belong to another
+    key or salt; None if not. tenants: those that have a conversation of that name, each with its salt
+    ("tenant/salt")."""
     key = tenant.partition("/")[0]
     others = [other for other in tenants if other != tenant]
     if any(other.partition("/")[0] == key for other in others):

@@ -28,9 +28,9 @@ class Draft(ABC):
     left: str | None  # session that it was expected to go on from whole, and does not; "": unknown; None: no such one
 
     def tokenize(self, bounds: list[int] | None) -> tuple[list[int], list[int]]:
-        """Return (ids of `rest`, indices in these ids). The indices are where the messages from number `first` on
-        begin, and then the answer. bounds: offsets in the chat's text, in characters, where the same messages and the
-        answer begin; None: the template does not show it. Takes seconds for megabytes. Raises PromptTooLong."""
+        """Return (token ids of `rest`, where messages begin in them): the index of the first token of each of the
+        chat's messages from number `first` on, and then of the answer. bounds: where these begin in the chat's text, in
+        characters; None if the template does not show it. Takes seconds for megabytes. Raises PromptTooLong."""
         chat = self.chat
         start = len(chat.text) - len(self.rest)
         newest = chat.text[bounds[-2] : bounds[-1]] if bounds is not None and len(bounds) > 1 else ""
@@ -45,13 +45,14 @@ class Draft(ABC):
 
     @abstractmethod
     def finish(self, ids: list[int], starts: list[int]) -> PreparedPrompt | None:
-        """Return the prompt; None if the ids turn out not to be those of the chat's text."""
+        """Return the prompt. ids, starts: the results of `tokenize`. None if the prompt's ids do not decode to the
+        chat's text; then another draft has to be tried."""
 
 
 @dataclass(frozen=True, slots=True)
 class Whole(Draft):
-    """A draft that tokenizes the whole text. If its ids begin like those of a recorded answer that was found for this
-    chat, that answer becomes the prompt's base: the shared ids are not stored twice."""
+    """A draft that tokenizes the whole text. If its ids begin like those up to the end of a recorded answer
+    (`nearest`), the ids that both have are not stored again: the answer becomes the prompt's base."""
 
     nearest: tuple[RecordedAnswer, "array[int]"] | None  # the answer that was found, and all ids up to its end
 
@@ -81,8 +82,8 @@ class Continued(Draft):
 
 @dataclass(frozen=True, slots=True)
 class ShiftedOn(Draft):
-    """A draft that continues a recorded answer whose client has dropped messages: the leading `lead` system messages
-    and those from the stored message `resume_at` on, then `rest`.
+    """A draft that continues a recorded conversation from whose beginning the client has dropped messages. It consists
+    of the leading `lead` system messages, of the stored messages from number `resume_at` on, and of `rest`.
 
     The ids that are left must decode to the rendered text, as those of any other prompt do.
     """

@@ -25,7 +25,8 @@ class FirstTools:
         self.num_bytes = 0
 
     async def first_seen(self, tenant: str, tools: Tools, find: Find) -> Offered:
-        """Return the tools as this tenant first sent them. find: looks up a list by its key where more is kept."""
+        """Return the tools with their keys in the order in which this tenant first sent equal tools. find: looks up a
+        list in the transcripts, by the key of `key_of`."""
         key, num_bytes = key_of(tools, tenant=tenant)
         if (known := self._known.get(key)) is not None:
             self._known.move_to_end(key)

@@ -23,10 +23,10 @@ class _Known:
 
 
 class RecentChains:
-    """A map from message lists to chains of digests. For one thread. Keeps the messages it is given, which must not be
-    changed afterwards; `max_bytes` bounds the memory that they take, as far as that can be told without looking at
-    every object. Only messages whose fields are all strings are stored, because equal values of other kinds may digest
-    differently."""
+    """A cache of the digests of message lists: for each list a chain, the digests of its first 0, 1, 2 and so on
+    messages. For one thread. Keeps the messages it is given, which must not be changed afterwards; `max_bytes` bounds
+    the memory that they take, as far as that can be told without looking at every object. Only messages whose fields
+    are all strings are stored, because equal values of other kinds may digest differently."""
 
     def __init__(self, *, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -34,7 +34,7 @@ class RecentChains:
         self._known: OrderedDict[Key, _Known] = OrderedDict()  # least recently added first
 
     def take(self, scope: bytes, messages: list[Message], turn: int) -> list[bytes] | None:
-        """Return and forget the chain of messages[:turn], which has turn + 1 digests. None if the messages were not
+        """Remove and return the chain of messages[:turn], which has turn + 1 digests. None if these messages were not
         added under this scope. The caller then adds the chain of all `messages`."""
         key = _key(scope, messages, turn)
         known = self._known.get(key)
@@ -44,8 +44,8 @@ class RecentChains:
         return known.chain
 
     def add(self, messages: list[Message], chain: list[bytes], checked: int) -> None:
-        """Remember a list of messages. chain: its digests, the first of which is the scope. checked: how many of the
-        leading messages `take` has found here, and need not be checked again."""
+        """Store a list of messages with its chain, the first digest of which is the scope. checked: how many leading
+        messages `take` has found, so that their fields need not be checked again."""
         if not all(isinstance(value, str) for message in messages[checked:] for value in message.values()):
             return
         key = _key(chain[0], messages, len(messages))

@@ -75,7 +75,8 @@ class MessageTable:
         self._db = db
 
     def put(self, session: int, messages: Sequence[Message]) -> None:
-        """Keep the messages of a session's newest turn in place of those before it."""
+        """Store the messages of a session's newest turn. They replace the messages that were stored of the session;
+        only those that differ are written."""
         texts = [_as_json(message) for message in messages]
         kept = self._db.execute(
             "SELECT mark, bare FROM messages WHERE session = ? ORDER BY place", (session,)
@@ -99,15 +100,16 @@ class MessageTable:
         return self._db.execute(f"UPDATE chats SET title = ? WHERE session IN ({marks})", (title, *sessions)).rowcount
 
     def chats(self, tenants: tuple[str, str], *, after: str, since: float, limit: int) -> list[Chat]:
-        """Return conversations with a session id after `after`, by that id. tenants: with their salts. since: the
-        least time until which they are kept."""
+        """Return the conversations whose session id comes after `after`, in the order of these ids. tenants: with their
+        salts. since: conversations that expired before this time are left out."""
         return [Chat(*row) for row in self._db.execute(_LIST, (*tenants, after, since, limit))]
 
     def page(
         self, tenants: tuple[str, str], session_id: str, *, after: int, since: float, limit: int
     ) -> MessagePage | None:
-        """Return messages after the one at the place `after`, at most `limit`. Of several sessions of that id, those of
-        the last used. None: it has none. Rows that are damaged are left out."""
+        """Return messages of a session after the message at index `after`, at most `limit`. tenants: with their salts;
+        if several of them have a session of that id, it is the last used one. None: there is no such session with
+        messages, or it expired before `since`. Damaged rows are left out."""
         found = self._db.execute(_NEWEST, (*tenants, session_id, since)).fetchone()
         if found is None:
             return None
@@ -126,7 +128,7 @@ class MessageTable:
         return MessagePage(messages, more=False)
 
     def drop(self, session: int) -> None:
-        """Delete what is kept of a session."""
+        """Delete the messages and the title of a session."""
         self._db.execute("DELETE FROM messages WHERE session = ?", (session,))
         self._db.execute("DELETE FROM chats WHERE session = ?", (session,))
 

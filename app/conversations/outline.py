@@ -23,7 +23,8 @@ _ROLES = ("other", "system", "developer", "user", "assistant", "tool", "function
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """The outline of a message: its role, and digests of its content, of its thought and of all its other fields."""
+    """The outline of one message: its role, and digests of its content, of its reasoning and of all its other
+    fields."""
 
     role: str
     content: bytes
@@ -32,12 +33,14 @@ class Mark:
 
     @property
     def said(self) -> tuple[str, bytes, bytes]:
-        """All but the thought."""
+        """The role and the digests without that of the reasoning, which clients may leave out when they send an answer
+        back."""
         return self.role, self.content, self.rest
 
 
 class Outline(msgspec.Struct, frozen=True, array_like=True):
-    """An outline of a request and its answer. marks: those of the messages, and of the answer if it is recorded."""
+    """A short record of a request and its answer by digests, to compare later requests with. It holds no text. `marks`
+    has an entry for each message, and one for the answer if it is recorded."""
 
     chain: bytes  # digest of the scope and of the first `outlined` messages
     outlined: int  # how many messages of the request are outlined
@@ -54,14 +57,14 @@ class Outline(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def answer(self) -> Mark | None:
-        """The outline of the answer; None if the answer is not recorded."""
+        """The entry of the answer in `marks`; None if the answer is not recorded."""
         marks = self.marks
         return marks[-1] if len(marks) > self.outlined else None
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A request, as far as it is outlined."""
+    """The parts of a request that its outline is made of."""
 
     tenant: str
     model: str
@@ -75,36 +78,36 @@ class Asked:
 
     @property
     def opening(self) -> bytes:
-        """A digest of the first message after the system prompt: requests of one name that open otherwise, such as one
-        for a title, are of other conversations."""
+        """A digest of the first message after the system prompt. Requests with one session name but different first
+        messages (one that asks for a title, say) are of different conversations."""
         first = next((message for message in self.messages if message.get("role") not in ("system", "developer")), {})
         return digest("opening", canonical(without_reasoning(first)))
 
     @property
     def goes_on(self) -> bool:
-        """Whether there is a message before the newest one, besides a system prompt."""
+        """Whether the request has at least two messages besides the system prompt, so that it continues something."""
         said = (message for message in self.messages if message.get("role") not in ("system", "developer"))
         return next(said, None) is not None and next(said, None) is not None
 
     @property
     def tail(self) -> bytes | None:
-        """The digest by which the request is found to go on from the last answer in it (`tail_of`); None if it has no
-        answer."""
+        """The digest (`tail_of`) of the last answer in the request, by which the request that this answer belongs to is
+        found. None if the request has no answer."""
         turns = range(len(self.messages) - 1, 0, -1)
         turn = next((turn for turn in turns if self.messages[turn].get("role") == "assistant"), None)
         return None if turn is None else tail_of(self.tenant, self.messages[turn - 1], self.messages[turn])
 
 
 def tail_of(tenant: str, before: Message, answer: Message) -> bytes:
-    """Return a digest of an answer and the message before it, by which a request is found to go on from that answer,
-    whatever else has changed."""
+    """Return a digest of an answer and the message before it. A later request with the same digest continues from that
+    answer, even if earlier messages have changed."""
     said = (canonical(without_reasoning(message)) for message in (before, answer))
     return digest("end", tenant, *said)
 
 
 def outline_of(asked: Asked, answer: Message | None = None, *, known: Outline | None = None) -> Outline:
-    """Outline a request, and its answer if there is one. known: an outline of an earlier request, whose digests are
-    used again where this request goes on from it."""
+    """Return the outline of a request, and of its answer if there is one. known: the outline of an earlier request;
+    where this request begins with the messages of that one, their digests are taken from it."""
     count = min(len(asked.messages), MAX_OUTLINED)
     start, packed = 0, b""
     if known is not None and known.outlined <= count and asked.chain[known.outlined] == known.chain:

@@ -58,7 +58,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 @dataclass(frozen=True, slots=True)
 class NewOutline:
-    """The data that is kept of a request beside its answer."""
+    """The outline of a request to be stored with its answer, and why the request left its conversation, if it did."""
 
     asked: Asked
     outline: Outline
@@ -68,7 +68,7 @@ class NewOutline:
 
 @dataclass(frozen=True, slots=True)
 class SessionReport:
-    """The facts that `reprise doctor` tells of a conversation."""
+    """The findings that `reprise doctor` reports of one session."""
 
     tenant: str  # with its salt ("tenant/salt")
     answers: int
@@ -84,7 +84,8 @@ class OutlineTable:
         self._db = db
 
     def put(self, session: int, answer_id: int, new: NewOutline, *, now: float) -> None:
-        """Keep the outline of a session's newest request in place of the one before."""
+        """Store the outline of a session's newest request. It replaces that of the session's last request with the same
+        first message; the session's oldest outlines beyond MAX_OPENINGS are deleted."""
         key = (session, new.asked.opening)
         before = self._db.execute("SELECT tools FROM outlines WHERE session = ? AND opening = ?", key).fetchone()
         why = None if new.why is None else json.dumps(asdict(new.why))
@@ -100,8 +101,9 @@ class OutlineTable:
         self._drop_tools({row[0] for row in (*surplus, *([before] if before else ()))})
 
     def find(self, asked: Asked, *, session_id: str | None, since: float) -> tuple[int, Outline] | None:
-        """Return (id of its answer, outline) of the request that this one most likely goes on from: by its last answer
-        and the message before, or by its session's name and its first message, or else an answer of that session."""
+        """Return (answer id, outline) of the recorded request that `asked` most likely continues; None if there is
+        none. The request is looked for by the last answer in `asked` and the message before it, then by session and
+        first message, then by any answer of the session. since: sessions that expired before this time are left out."""
         values = {
             "tail": asked.tail, "opening": asked.opening, "tenant": asked.tenant, "name": session_id or "",
             "since": since, "limit": 1,
@@ -122,7 +124,8 @@ class OutlineTable:
         return None
 
     def known(self, asked: Asked, *, session_id: str) -> Outline | None:
-        """Return the outline that `put` would replace."""
+        """Return the stored outline that `put` would replace: that of the session's last request with the same first
+        message."""
         row = self._db.execute(
             "SELECT o.data FROM outlines o JOIN sessions s ON s.id = o.session"
             " WHERE s.tenant = ? AND s.name = ? AND o.opening = ?",
@@ -131,7 +134,8 @@ class OutlineTable:
         return None if row is None else _outline(row[0])
 
     def tools(self, key: bytes) -> Tools | None:
-        """Return a list of tools by its key, with its keys in the order in which they came first."""
+        """Return the stored list of tools with this key (`offered.key_of`). The keys of its objects are in the order in
+        which the tenant first sent them."""
         row = self._db.execute("SELECT data FROM tools WHERE key = ?", (key,)).fetchone()
         try:
             tools = None if row is None else json.loads(row[0])
@@ -140,7 +144,7 @@ class OutlineTable:
         return tools if isinstance(tools, list) else None
 
     def drop(self, session: int) -> None:
-        """Delete what is kept of a session."""
+        """Delete the outlines of a session, and the lists of tools that no other outline uses."""
         rows = self._db.execute("SELECT tools FROM outlines WHERE session = ?", (session,)).fetchall()
         if rows:
             self._db.execute("DELETE FROM outlines WHERE session = ?", (session,))
@@ -161,8 +165,8 @@ class OutlineTable:
 
 
 def reports_of(path: Path, session_id: str) -> list[SessionReport]:
-    """Read what is kept of the sessions of one name, of all keys and salts, the last used first. The server that uses
-    the file may run. Raises sqlite3.Error, and OSError if there is no file."""
+    """Read what is stored of all sessions of one name, with every key and salt, the last used first. A server may be
+    using the file. Raises sqlite3.Error, and OSError if there is no file."""
     if not path.is_file():
         raise FileNotFoundError(path)
     with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as db:

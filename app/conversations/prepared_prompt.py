@@ -8,8 +8,8 @@ from reprise.app.conversations.rendered_chat import RenderedChat
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """The ids with which a prompt begins, as a part of a recorded answer: the first `tokens` of that answer's prompt
-    and answer ids together."""
+    """The recorded answer with whose token ids a prompt begins. The first `tokens` ids are the first of that answer's
+    prompt and answer ids together."""
 
     answer_id: int
     digest: bytes  # the answer's digest, because a database that is begun anew reuses ids
@@ -55,15 +55,15 @@ class PreparedPrompt:
 
     @property
     def recorded(self) -> tuple[list[int], tuple[int, ...]]:
-        """Return (all token ids before the answer, indices in them at which messages begin). Both also count the
-        messages that the client has dropped from its request."""
+        """Return (all token ids before the answer, indices in them at which messages begin), as they are recorded: with
+        the messages that the client has dropped from its request."""
         return (self.token_ids, self.starts) if self.shift is None else (self.shift.stream, self.shift.starts)
 
 
 @dataclass(frozen=True, slots=True)
 class Shifted:
-    """A conversation whose client dropped messages. The prompt is stream[:keep] + stream[resume:]; the whole stream is
-    recorded."""
+    """The ids of a conversation from which the client has dropped messages. `stream` is the whole conversation, which
+    is recorded. The prompt is stream[:keep] + stream[resume:]."""
 
     stream: list[int]
     starts: tuple[int, ...]  # starts of the messages in the stream

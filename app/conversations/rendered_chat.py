@@ -55,8 +55,8 @@ class RenderedChat:
         )
 
     def around(self, turn: int) -> tuple[str, str] | None:
-        """Return the text before and after the content of messages[turn], found by rendering a placeholder in its
-        place. None if the template does not show it exactly once."""
+        """Return the text before and after the content of messages[turn], which is found by rendering a placeholder in
+        place of that content. None if the placeholder does not appear exactly once."""
         others = {name: value for name, value in self.messages[turn].items() if name not in _GENERATED}
         marked = {**others, "content": self.placeholder}
         try:
@@ -66,8 +66,9 @@ class RenderedChat:
         return (parts[0], parts[1]) if len(parts) == 2 else None
 
     def around_answers(self, count: int) -> list[str] | None:
-        """Return the text around the contents of all answers in messages[:count], rendered with a placeholder in place
-        of each and without thoughts. None if the template does not show each of them exactly once."""
+        """Return the text before, between and after the contents of all answers in messages[:count], which is found by
+        rendering a placeholder in place of each, without reasoning. None if not every placeholder appears exactly
+        once."""
         marked = [
             {**without_reasoning(message), "content": self.placeholder}
             if message.get("role") == "assistant"
@@ -90,15 +91,15 @@ class RenderedChat:
         return any(self.messages[turn].get(name) for name in _GENERATED if name != "content")
 
     def hidden_thoughts(self, first: int) -> int:
-        """Return how many thoughts of messages[first:] the text does not show, of the first MAX_THOUGHTS: to look for
-        one may take all of the text."""
+        """Return how many of the thoughts in messages[first:] the template has left out of the text. Looks only for the
+        first MAX_THOUGHTS, since each search may go through all of the text."""
         given = (message.get(name) for message in self.messages[first:] for name in REASONING)
         thoughts = (thought.strip() for thought in given if isinstance(thought, str))
         return sum(thought not in self.text for thought in islice(thoughts, MAX_THOUGHTS))
 
     def tail(self, turn: int) -> bytes:
-        """Return the digest of the chat's scope (tenant, model, template and tools) and messages[turn], without the
-        messages before. By this digest a conversation is found whose beginning the client has dropped."""
+        """Return a digest of messages[turn] and the chat's scope (tenant, model, template and tools), without the
+        messages before it. By this digest a conversation is found whose beginning the client has dropped."""
         return digest("tail", self.chain[0], canonical(without_reasoning(self.messages[turn])))
 
     @property

@@ -13,8 +13,8 @@ Kept = TypeVar("Kept", bound=_Sized)
 
 
 def make_room(kept: dict[tuple[str, str], Kept], max_bytes: int) -> int:
-    """Drop from what is kept, by tenant and id and the oldest first, until it has at most max_bytes: each time the
-    oldest of the tenant that has the most. Returns how many were dropped."""
+    """Remove entries until all together have at most `max_bytes`. Each time the oldest entry of the tenant with the
+    most bytes goes. kept: by (tenant, id), the oldest first. Returns how many were removed."""
     sizes: Counter[str] = Counter()
     for (tenant, _), one in kept.items():
         sizes[tenant] += one.num_bytes

@@ -37,7 +37,8 @@ class Candidate:
 
 
 def exact(chat: RenderedChat, candidate: Candidate) -> Splice | None:
-    """Keep a whole answer that follows its prompt in the chat's text exactly as it was generated."""
+    """Keep the whole answer, if the chat's text has it right after its prompt, exactly as it was generated. Returns
+    None otherwise."""
     answer, start = candidate.answer, candidate.answer.prompt_chars
     if not (candidate.has_same_prompt and chat.text.startswith(answer.text, start)):
         return None
@@ -45,8 +46,8 @@ def exact(chat: RenderedChat, candidate: Candidate) -> Splice | None:
 
 
 def in_place(chat: RenderedChat, candidate: Candidate) -> Splice | None:
-    """Keep the part of an answer that equals what the client sent back, where that follows the answer's prompt in the
-    text."""
+    """Keep the beginning of the answer that equals what the client has sent back, if that stands right after the
+    answer's prompt in the chat's text. Returns None otherwise."""
     answer, start, content = candidate.answer, candidate.answer.prompt_chars, chat.content(candidate.turn)
     if not (candidate.has_same_prompt and content and chat.text.startswith(content, start)):
         return None
@@ -54,8 +55,8 @@ def in_place(chat: RenderedChat, candidate: Candidate) -> Splice | None:
 
 
 def changed(chat: RenderedChat, candidate: Candidate) -> Splice | None:
-    """Keep an answer that the template now renders differently from how it was generated. A placeholder shows its place
-    in the text."""
+    """Keep an answer that the template now renders differently from how it was generated. Its place in the text is
+    found by rendering a placeholder. Returns None if the place cannot be found, or another text stands there."""
     answer, turn, text = candidate.answer, candidate.turn, chat.text
     if not candidate.is_exact and chat.says_more_than_content(turn):
         return None
@@ -85,15 +86,16 @@ def changed(chat: RenderedChat, candidate: Candidate) -> Splice | None:
 
 
 def prompt_alone(chat: RenderedChat, candidate: Candidate) -> Splice | None:
-    """Keep only the ids of the answer's prompt, because nothing of the answer can be kept."""
+    """Keep only the ids of the answer's prompt, because nothing of the answer can be kept. Returns None if the chat's
+    text does not begin with that prompt."""
     if not (candidate.has_same_prompt and candidate.is_known):
         return None
     return Splice(0, chat.text[candidate.answer.prompt_chars :])
 
 
 def shifted(chat: RenderedChat, turn: int, answer: RecordedAnswer) -> Splice | None:
-    """Keep the whole answer messages[turn], before which the client has dropped messages, wherever it stands in the
-    text. The caller has to compare the text before it."""
+    """Keep the whole answer messages[turn] in a chat from whose beginning the client has dropped messages. The caller
+    has to compare the text before the answer. Returns None if the template does not show where the answer stands."""
     around = chat.around(turn)
     if around is None or not chat.text.endswith(around[1]):
         return None
@@ -106,7 +108,8 @@ SIBLING_LADDER: tuple[Rung, ...] = (in_place, changed, prompt_alone)
 
 
 def splice_of(chat: RenderedChat, candidate: Candidate) -> Splice | None:
-    """Return the splice of the first rung that applies. None if the chat's text does not begin with the stored ids."""
+    """Return the splice of the first attempt (of `LADDER` or `SIBLING_LADDER`) that applies. None if none does: then
+    the answer's stored ids cannot be used."""
     rungs = LADDER if candidate.is_exact else SIBLING_LADDER
     return next((splice for rung in rungs if (splice := rung(chat, candidate)) is not None), None)
 
@@ -137,8 +140,8 @@ def _shows_other_answers_alone(chat: RenderedChat, turn: int, prompt: str) -> bo
 
 
 def cut(tokenizer: TextTokenizer, answer: RecordedAnswer, limit: int, shown: str, tail: str) -> Splice:
-    """Keep the whole tokens within the first `limit` characters of the answer. shown: the text that begins with these
-    characters. tail: the text after `shown`."""
+    """Return the splice that keeps the whole tokens within the first `limit` characters of the answer. shown: the text
+    that begins with these characters. tail: the text after `shown`."""
     ids, ends = answer.token_ids, answer.ends
     if limit == len(answer.text) and (not ends or ends[-1] <= limit):
         tokens, endings = len(ids), tokenizer.special_ids - tokenizer.mark_ids

@@ -70,7 +70,8 @@ class _Response(msgspec.Struct):
 
 
 def response_of(data: object, response_id: str) -> dict[str, Any]:
-    """Return the body of this response. Raises BadRecord."""
+    """Return the body of a response from its stored record, checked. Raises BadRecord if the record is damaged or that
+    of another response."""
     body = _decode(data, dict[str, Any])
     if _shaped(body, _Response).id != response_id:
         raise BadRecord(f"it is that of {body['id']!r:.100}")
@@ -87,7 +88,7 @@ def items_of(data: object) -> list[Item]:
 
 
 def item_of(data: object) -> Item:
-    """Return one item. Raises BadRecord."""
+    """Decode one stored item of a conversation. Raises BadRecord."""
     item = _decode(data, dict[str, Any])
     _shaped(item, _Item)
     return item

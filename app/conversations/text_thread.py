@@ -53,7 +53,7 @@ class TextThread:
             return await loop.run_in_executor(self._long_executor, call)
 
     async def first_seen(self, tools: Tools, *, tenant: str) -> Offered:
-        """Return a request's tools with their keys in the order in which this tenant first sent them."""
+        """Return a request's tools with their keys in the order in which this tenant first sent equal tools."""
         return await self._first_tools.first_seen(tenant, tools, self._find_tools)
 
     async def _find_tools(self, key: bytes) -> Tools | None:

@@ -16,7 +16,8 @@ _ID_BYTES = 4
 
 
 class TranscriptRow(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """The columns of an answer and its prompt; see `reprise.app.conversations.transcript_store`."""
+    """One recorded answer and its prompt in the form that other servers get; for its columns see
+    `reprise.app.conversations.transcript_store`."""
 
     chain: bytes
     bare: bytes
@@ -60,8 +61,8 @@ def encode_row(row: TranscriptRow) -> bytes:
 
 
 def readable(rows: Mapping[bytes, bytes]) -> list[TranscriptRow]:
-    """Return the rows that match their digests and whose bases are among them, each row after that of its base. rows:
-    digest -> packed row. The others are left out; what they contain is tokenized anew."""
+    """Return the rows that match their digests and whose bases (the answers that their prompts continue) are among
+    them. Each comes after its base. rows: digest -> packed row. What the other rows contain is tokenized anew."""
     found: dict[bytes, TranscriptRow] = {}
     for mark, data in rows.items():
         try:

@@ -188,7 +188,8 @@ class TranscriptStore:
 
     @_forgiving(set)
     def known_prompts(self, chains: list[bytes]) -> set[bytes]:
-        """Return the chains under which something is recorded. Asks in one query, since most histories are unknown."""
+        """Return those of `chains` (digests of message lists) under which a prompt is recorded. Asks in one query,
+        since most histories are unknown."""
         marks = ", ".join("?" * len(chains))
         return {
             row[0] for row in self._db.execute(f"SELECT DISTINCT chain FROM prompts WHERE chain IN ({marks})", chains)
@@ -196,18 +197,20 @@ class TranscriptStore:
 
     @_forgiving(list)
     def find_answers(self, *, after: bytes, session_id: str | None, since: float) -> list[RecordedAnswer]:
-        """Return answers that end the chain `after`: those of the session first, then the newest first."""
+        """Return the recorded answers with which a message list ends whose digest is `after`, those of the session
+        first, then the newest first. since: sessions that expired before this time are left out."""
         return self._find(_AFTER, after, session_id, since, MAX_EXACT)
 
     @_forgiving(list)
     def find_siblings(self, *, before: bytes, session_id: str | None, since: float) -> list[RecordedAnswer]:
-        """Return answers to the prompt with the chain `before`: those of the session first, then the newest first."""
+        """Return the recorded answers to the message list whose digest is `before`, those of the session first, then
+        the newest first. since: sessions that expired before this time are left out."""
         return self._find(_BEFORE, before, session_id, since, MAX_SIBLINGS)
 
     @_forgiving(list)
     def find_tails(self, *, tail: bytes, session_id: str | None, since: float) -> list[RecordedAnswer]:
-        """Return recorded answers whose digest of scope, last prompt message and answer is `tail`, whatever came
-        before: the session's own first, then the newest first."""
+        """Return the recorded answers whose digest of scope, last prompt message and answer is `tail`, whatever the
+        earlier messages were: those of the session first, then the newest first. since: as in `find_answers`."""
         return self._find(_TAIL, tail, session_id, since, MAX_EXACT)
 
     @_forgiving(lambda: None)
@@ -274,23 +277,25 @@ class TranscriptStore:
 
     @_forgiving(lambda: None)
     def find_outline(self, asked: Asked, *, session_id: str | None, since: float) -> tuple[int, Outline] | None:
-        """Return (id of its answer, outline) of the recorded request that this one most likely goes on from."""
+        """Return (answer id, outline) of the recorded request that `asked` most likely continues; see
+        `OutlineTable.find`."""
         return self._outlines.find(asked, session_id=session_id, since=since)
 
     @_forgiving(lambda: None)
     def known_outline(self, asked: Asked, *, session_id: str) -> Outline | None:
-        """Return the outline of the session's request before, whose digests need not be made again."""
+        """Return the outline of the session's last request with the same first message, so that its digests need not be
+        computed again."""
         return self._outlines.known(asked, session_id=session_id)
 
     @_forgiving(lambda: None)
     def tools(self, key: bytes) -> Tools | None:
-        """Return a list of tools as it came first, by its key."""
+        """Return the stored list of tools with this key; see `OutlineTable.tools`."""
         return self._outlines.tools(key)
 
     @_forgiving(int, is_asked=True)
     def entitle(self, session_id: str, *, tenant: str, title: str | None) -> int:
-        """Give a title to what a tenant has recorded under this id, with or without salts. Returns how many sessions
-        have it now; those without messages have none."""
+        """Set the title of the sessions that a tenant has recorded under this id, with any salt. Returns how many
+        sessions have it now; sessions without stored messages can have none."""
         with self._db.transaction():
             values = {"name": session_id, "tenant": tenant}
             rows = self._db.execute(f"SELECT id FROM sessions WHERE {_OF_TENANT} LIMIT {_MAX_SALTS}", values).fetchall()
@@ -396,7 +401,8 @@ class TranscriptStore:
 
     @_forgiving(int)
     def sweep(self, *, before: float) -> int:
-        """Delete sessions last used before the time `before`, at most SWEEP_BATCH of them. Returns how many."""
+        """Delete the sessions whose last use, plus their extra time (`extend`), is earlier than `before`, at most
+        SWEEP_BATCH of them. Returns how many."""
         with self._db.transaction():
             rows = self._db.execute(
                 "SELECT id FROM sessions WHERE used + extra < ? LIMIT ?", (before, SWEEP_BATCH)
@@ -415,7 +421,7 @@ class TranscriptStore:
             raise DiskAway(self._db.problem or "its file is not used")
 
     def recover(self, error: sqlite3.Error) -> bool:
-        """Recover as the database does. Returns whether all that was in it is gone."""
+        """Handle an error of the database, as `Database.recover` does. Returns whether all that was in it is gone."""
         if not self._db.recover(error):
             return False
         self._hot.clear()

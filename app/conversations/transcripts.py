@@ -58,7 +58,7 @@ _FOR_EVER_S = 1e12
 
 @dataclass(frozen=True, slots=True)
 class KeptChat:
-    """A conversation whose messages are kept."""
+    """A conversation whose messages are stored, and when it expires."""
 
     chat: Chat
     expires_s: float | None  # unix time; None: not while there is room
@@ -199,14 +199,14 @@ class Transcripts:
                 self._store.add(*without_thoughts, now=now)
 
     def tools(self, key: bytes) -> Tools | None:
-        """Return the tools of a recorded request with their keys in the order in which they came first. key: see
-        `reprise.app.conversations.offered`."""
+        """Return the stored list of tools with this key (`offered.key_of`), in the order of keys in which the tenant
+        first sent it; None if there is none."""
         with self._lock:
             return self._store.tools(key)
 
     def keep(self, session_id: str, *, tenant: str, ttl_s: float | None) -> None:
-        """Keep what a tenant has recorded under this id, with or without salts, for `ttl_s` after its last use; None:
-        for as long as there is room."""
+        """Set how long what a tenant has recorded under this id, with any salt, is stored: `ttl_s` after its last use;
+        None: for as long as there is room."""
         with self._lock:
             self._store.extend(session_id, tenant=tenant, extra_s=_FOR_EVER_S if ttl_s is None else ttl_s - self._ttl_s)
 
@@ -218,14 +218,14 @@ class Transcripts:
             return self._store.forget(session_id, tenant=tenant)
 
     def entitle(self, session_id: str, *, tenant: str, title: str | None) -> bool:
-        """Give a title to a session, with or without salts; None takes it away. Returns False if nothing is kept of its
-        messages, so that there is nothing to entitle."""
+        """Set the title of a session, with any salt; None removes it. Returns False if no messages of it are stored,
+        since only sessions with messages have titles."""
         with self._lock:
             return self._store.entitle(session_id, tenant=tenant, title=title) > 0
 
     def chats(self, tenants: tuple[str, str], *, after: str, now: float, limit: int) -> list[KeptChat]:
-        """Return the conversations whose messages are kept, by session id, from the one after `after` on. tenants: with
-        their salts."""
+        """Return the conversations whose messages are stored and whose session id comes after `after`, in the order of
+        these ids. tenants: with their salts."""
         with self._lock:
             found = self._store.chats(tenants, after=after, since=now - self._ttl_s, limit=limit)
         return [
@@ -236,20 +236,21 @@ class Transcripts:
     def messages(
         self, tenants: tuple[str, str], session_id: str, *, after: int, now: float, limit: int
     ) -> MessagePage | None:
-        """Return messages of a session, from the one after the place `after` on; None if none are kept of it. tenants:
-        with their salts; of several sessions the last used is taken."""
+        """Return the stored messages of a session after the message at index `after`; None if there are none. tenants:
+        with their salts; if several have a session of that id, it is the last used one."""
         with self._lock:
             return self._store.message_page(tenants, session_id, after=after, since=now - self._ttl_s, limit=limit)
 
     def export(self, session_id: str, *, tenant: str, after: int, most: int) -> Exported:
-        """Return what was recorded of a session after the answer with the id `after`, for other servers. tenant: with
-        the salt, as for `prepare`."""
+        """Return the answers of a session that were recorded after the one with the id `after`, packed for other
+        servers: at most the newest `most`. tenant: with the salt, as for `prepare`."""
         with self._lock:
             return self._store.export(session_id, tenant=tenant, after=after, most=most)
 
     def adopt(self, session_id: str, rows: Mapping[bytes, bytes], *, tenant: str, now: float, after: int) -> int:
-        """Record what other servers have exported of a session. after: id of the newest answer that was exported from
-        here. Returns the id from which to export next."""
+        """Record the answers of a session that other servers have exported. rows: digest of an answer -> its packed
+        row. after: id of the newest answer that this server has exported. Returns the id to give as `after` to the next
+        `export`."""
         with self._lock:
             return self._store.adopt(session_id, rows, tenant=tenant, now=now, after=after)
 

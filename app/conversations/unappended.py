@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 class Store(Protocol):
-    """The methods of a store that know of the items of conversations."""
+    """The part of a store that reads and changes the items of conversations."""
 
     async def append(self, tenant: str, conversation_id: str, items: list[Item]) -> None: ...
 
@@ -35,10 +35,10 @@ class _Unappended:
 
 
 class StoredItems:
-    """The items of conversations: those of a store and, after them, what turns have added since it cannot take any. The
-    store gets that as soon as it takes something again, before anything later. If it has no room, the tenant that has
-    the most of it loses that of its conversation that has waited longest; all is gone with the process. Used from the
-    event loop. Raises NotStored, TooLong and what the store raises."""
+    """The items of conversations: those in a store, and those that the store could not take yet, which are kept in
+    memory. They are appended to the store, in order, as soon as it takes items again. If they take more than
+    `max_bytes`, the tenant that has the most loses those of the conversation that has waited longest; all are lost when
+    the process ends. Used from the event loop. Raises NotStored, TooLong and what the store raises."""
 
     def __init__(self, store: Store, *, max_bytes: int = MAX_BYTES) -> None:
         self._store, self._max_bytes = store, max_bytes
@@ -46,7 +46,8 @@ class StoredItems:
         self._storing = asyncio.Lock()  # held while some of it is stored, so that nothing is stored twice
 
     async def append_turn(self, tenant: str, conversation_id: str, items: list[Item]) -> None:
-        """Append what a turn adds, or keep it until that is possible."""
+        """Append the items that a turn adds. While the store refuses them they are kept in memory, to be stored
+        later."""
         key = tenant, conversation_id
         if await self._store_kept(key):
             try:
@@ -63,7 +64,7 @@ class StoredItems:
             log.warning("what turns have added to a conversation is lost: more than %d MiB", self._max_bytes >> 20)
 
     async def append(self, tenant: str, conversation_id: str, items: list[Item]) -> None:
-        """Append items for a client, which hears if that is impossible."""
+        """Append items that a client has sent. Raises ApiError 503 if they cannot be stored now."""
         await self._require_stored(tenant, conversation_id)
         await self._store.append(tenant, conversation_id, items)
 
@@ -84,7 +85,8 @@ class StoredItems:
             self._kept.pop((tenant, conversation_id), None)
 
     async def store_kept(self) -> None:
-        """Give the store what it could not take before, until it takes nothing."""
+        """Store the items that are kept in memory, one conversation after the other. Stop at the first that the store
+        refuses."""
         for key in list(self._kept):
             if not await self._store_kept(key):
                 return

@@ -20,7 +20,7 @@ _REFUSALS = (NotStored, ApiError)  # by which a store says that it cannot take a
 
 
 class Store(Protocol):
-    """The methods of a store that know of responses."""
+    """The part of a store that reads and changes responses."""
 
     async def put(self, tenant: str, body: dict[str, Any], items: list[Item], previous: str | None) -> None: ...
 
@@ -45,10 +45,10 @@ class _Unstored:
 
 
 class StoredResponses:
-    """The responses that clients return to: those of a store, and those that it could not take, which it gets, the
-    oldest first, as soon as it takes one again. If these have no room, the tenant that has the most of them loses its
-    oldest; all are gone with the process. Used from the event loop. Raises NotStored and TooLong, and what the store
-    raises where it is asked."""
+    """The responses that clients return to: those in a store, and those that the store could not take yet, which are
+    kept in memory. They are stored, the oldest first, as soon as the store takes responses again. If they take more
+    than `max_bytes`, the tenant that has the most loses its oldest; all are lost when the process ends. Used from the
+    event loop. Raises NotStored and TooLong, and what the store raises when it is asked."""
 
     def __init__(self, store: Store, *, ttl_s: float, max_bytes: int = MAX_BYTES) -> None:
         self._store, self._ttl_s, self._max_bytes = store, ttl_s, max_bytes
@@ -57,7 +57,8 @@ class StoredResponses:
         self._storing = asyncio.Lock()  # held while some of them are stored, or one is deleted
 
     async def put(self, tenant: str, body: dict[str, Any], items: list[Item], previous: str | None) -> None:
-        """Store a response and its own input items, or keep it until that is possible. Replaces one of the same id."""
+        """Store a response and its own input items, in place of one with the same id. While the store refuses it, it is
+        kept in memory, to be stored later."""
         if await self.store_kept():
             try:
                 await self._store.put(tenant, body, items, previous)
@@ -105,13 +106,15 @@ class StoredResponses:
             self._kept.pop(key, None)  # not before: it stays if the store cannot delete an earlier state of it
 
     async def sweep(self) -> None:
-        """Forget what was not used for its time to live."""
+        """Delete expired responses: those in memory `ttl_s` after they came, those of the store by its own rule. Also
+        stores those in memory, if the store takes them."""
         self._forget_expired()
         await self.store_kept()
         await self._store.sweep()
 
     async def store_kept(self) -> bool:
-        """Give the store what it could not take before. Returns whether all of it is stored."""
+        """Store the responses that are kept in memory, the oldest first, until the store refuses one. Returns whether
+        none is left in memory."""
         async with self._storing:
             for (tenant, name), kept in list(self._kept.items()):
                 try:

@@ -17,8 +17,8 @@ from reprise.engine.messages import Progress, TokensBySource
 def completion(
     generation: Generation, logprobs: dict[int, list[dict[str, Any]]], *, custom: Container[str]
 ) -> dict[str, Any]:
-    """Return the plain answer of a finished generation. `logprobs` maps choice to entries; empty when none were asked
-    for. custom: names of the custom tools."""
+    """Return the plain (not streamed) answer of a finished generation. logprobs: choice -> log probabilities of its
+    tokens; empty if the request asks for none. custom: names of the custom tools."""
     choices = [
         {
             "index": choice.index,
@@ -94,8 +94,8 @@ class Chunks:
         return event(last) + DONE
 
     def failed(self, error: ApiError) -> bytes:
-        """Return the last event of a stream that ends with an error. It has no [DONE], so a client that waits for that
-        knows that the answer is incomplete."""
+        """Return the last event of a stream that ends with an error. No [DONE] follows, so that a client that waits for
+        it knows that the answer is incomplete."""
         return b"data: " + error.body() + b"\n\n"
 
     def _said(self, choice: int, parts: AnswerParts, *, is_last: bool) -> dict[str, Any]:
@@ -140,7 +140,7 @@ class Chunks:
 
 
 def progress_fields(progress: Progress) -> dict[str, Any]:
-    """Return `x_progress`, of a prompt whose first token has not come."""
+    """Return `x_progress`, which tells a client how far its prompt is before its first token comes."""
     return {
         "prompt_tokens": progress.prompt_tokens,
         "read_tokens": progress.read_tokens,
@@ -166,8 +166,8 @@ def usage(generation: Generation) -> dict[str, Any]:
 
 
 def usage_of(generations: Sequence[Generation], *, generated: int | None = None) -> dict[str, Any]:
-    """Return OpenAI's usage object, summed over the generations of one request. generated: report this number of answer
-    tokens instead of the tokens that were generated."""
+    """Return OpenAI's usage object, summed over the generations of one request. generated: number of answer tokens to
+    report; None: all tokens that were generated."""
     prompt_tokens = sum(len(generation.token_ids) for generation in generations)
     choices = [choice for generation in generations for choice in generation.choices]
     if generated is None:
@@ -200,7 +200,8 @@ def _cached_tokens(report: TokensBySource | None, prompt_tokens: int) -> int:
 
 
 def ours(generation: Generation) -> dict[str, Any]:
-    """Return `timings` and `x_cache` of the first choice, which alone pays for the prompt."""
+    """Return Reprise's own fields `x_cache` and `timings`. They describe the first choice, since it alone computes or
+    loads the prompt."""
     fields: dict[str, Any] = {"timings": timings(generation)}
     diverged = generation.prompt.diverged
     if (report := generation.report) is not None:
@@ -242,8 +243,8 @@ def cache_header(generations: Sequence[Generation]) -> dict[str, str]:
 
 
 def merged_ours(generations: Sequence[Generation]) -> dict[str, Any]:
-    """Combine the fields `x_cache` and `timings` of several prompts: counts are summed, a target is made if all have
-    made it, session and timings are those of the first."""
+    """Return the fields `x_cache` and `timings` of a request with several prompts, merged into one: token counts are
+    summed, `ttft_target_made` is true if all have made their target, and session and timings are those of the first."""
     all_of = [ours(generation) for generation in generations]
     merged = all_of[0]
     for other in all_of[1:]:
@@ -263,7 +264,7 @@ def merged_ours(generations: Sequence[Generation]) -> dict[str, Any]:
 
 
 def timings(generation: Generation) -> dict[str, float | None]:
-    """Return the times of the first choice in milliseconds; null where no token was generated."""
+    """Return the times of the first choice in milliseconds. A time that is not known is None."""
     choice = generation.choices[0]
     engine = choice.timings
     ttft_ms = decode_ms = tokens_per_s = None

@@ -17,7 +17,7 @@ Entry = dict[str, Any]
 
 
 class CompletionFrames:
-    """A builder of the answer to one completions request, plain or as the frames of a stream."""
+    """A builder of the answer to one completions request, as a whole or as the events of a stream."""
 
     ping = PING
 
@@ -41,8 +41,8 @@ class CompletionFrames:
         self._unfinished = len(self._choices)
 
     def answer(self, logprobs: dict[int, list[Entry]]) -> dict[str, Any]:
-        """Return the plain answer once all generations are finished. `logprobs` maps choice to entries of generated
-        tokens."""
+        """Return the whole answer once all generations are finished. logprobs: choice -> log probabilities of its
+        generated tokens."""
         choices = [self._choice(index, logprobs.get(index)) for index in range(len(self._choices))]
         return {**self._head, "choices": choices, "usage": self._usage(), **merged_ours(self._generations)}
 

@@ -18,7 +18,7 @@ _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"
 
 
 def message(generation: Generation, seal: ThoughtSeal) -> dict[str, Any]:
-    """Return the plain answer of a finished generation."""
+    """Return the plain (not streamed) answer of a finished generation."""
     (choice,) = generation.choices
     return {
         **_head(generation),
@@ -81,8 +81,8 @@ class MessageFrames:
         return data
 
     def closing(self) -> bytes:
-        """Return the last events, with the final counts. They repeat the cached tokens, which the opening event cannot
-        report if it is sent before the first token."""
+        """Return the last events, with the final counts. They repeat the number of cached tokens, which the opening
+        event lacks if it was sent before the first token."""
         (choice,) = self._generation.choices
         last = _event("message_delta", delta=_reason(choice), usage=usage(self._generation), **ours(self._generation))
         return self._close() + last + _event("message_stop")

@@ -15,11 +15,12 @@ Described = dict[str, Any]
 def with_titles(
     sessions: Sequence[Described], chats: Sequence[KeptChat], *, more: bool, limit: int
 ) -> tuple[list[Described], bool]:
-    """Return a page of sessions with their titles, and whether there are further ones. Conversations of which no tier
-    has KV are among them.
+    """Return a page of sessions with their titles, and whether there are further ones. Conversations are listed too
+    whose KV is in no tier.
 
-    sessions: what the cache has, ordered by id, as `describe_session` says it; all of one id, or none. more: the cache
-    has further ones. chats: conversations whose messages are kept, ordered by id, more than `limit` if there are.
+    sessions: sessions of the cache, ordered by id, as `describe_session` returns them; sessions with the same id are
+    all there or none. more: whether the cache has further ones. chats: conversations whose messages are stored, ordered
+    by id; more than `limit` if there are so many.
     """
     rows = {_key(one): {**one, "title": None, "first_text": None, "num_messages": None} for one in sessions}
     for kept in chats:
@@ -41,7 +42,8 @@ def with_titles(
 
 
 def described_message(place: int, message: Message) -> Described:
-    """Return a message with the place at which it stands, in the form in which a chat takes it."""
+    """Return a stored message in the form in which a chat request takes it. Its `id` is its index in the
+    conversation."""
     shown = {"id": str(place), "object": "session.message", **message}
     if calls := message.get("tool_calls"):
         shown["tool_calls"] = [_call(call) for call in calls]
@@ -49,7 +51,8 @@ def described_message(place: int, message: Message) -> Described:
 
 
 def one_line(text: str) -> str:
-    """Return a text without line breaks and halves of characters."""
+    """Return a text on one line: white space becomes single spaces. Lone surrogates, which cannot be sent, become
+    "?"."""
     return " ".join(text.split()).encode("utf-8", "replace").decode()
 
 

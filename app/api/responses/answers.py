@@ -23,8 +23,8 @@ _PART_KINDS = {
 
 
 class ResponseBuilder:
-    """A collector of the items of one response, in the order in which they begin. Methods return the events that
-    announce each change; a plain answer ignores them."""
+    """A builder of one response, which collects its items in the order in which they begin. Its methods return the
+    stream events for each change; for a plain answer the caller ignores them."""
 
     def __init__(
         self, request: ResponseRequest, generation: Generation, *, response_id: str, seal: ThoughtSeal
@@ -43,7 +43,7 @@ class ResponseBuilder:
         self._sequence = 0
 
     def body(self) -> dict[str, Any]:
-        """Return the response as it is now."""
+        """Return the response object in its present state."""
         request, generation = self._request, self._generation
         incomplete = {"reason": "max_output_tokens"} if self.status == "incomplete" else None
         conversation = None if request.conversation is None else {"id": request.conversation.id}
@@ -158,7 +158,8 @@ class ResponseBuilder:
             events.append(self._item_event("response.custom_tool_call_input.delta", delta=text))
 
     def end(self, finish_reason: str | None) -> list[Event]:
-        """End the response and return the last events. finish_reason: that of the only choice."""
+        """End the response. Returns the last events of its stream. finish_reason: that of the response's only
+        choice."""
         events: list[Event] = []
         is_cut = finish_reason == "length"
         self._close(events, status="incomplete" if is_cut else "completed")

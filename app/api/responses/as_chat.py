@@ -38,34 +38,34 @@ def new_id(kind: str) -> str:
 
 
 def response_id_of(request_id: str) -> str:
-    """Return the id of the response to a request. A server that continues another server's answer gives the same
-    id."""
+    """Return the id of the response to a request. It is a hash of the request's id, so that a server which continues
+    another server's answer gives it the same id."""
     digest = hashlib.blake2b(f"{request_id}/resp/0".encode(), digest_size=24)
     return f"resp_{digest.hexdigest()}"
 
 
 def item_id(response_id: str, kind: str, place: int, *, is_input: bool = False) -> str:
-    """Return the id of an item of a response, which names the response that has it. place: index of the item in the
-    response's output, or in its input."""
+    """Return the id of an item of a response. The response's id can be read from it (`response_of`). kind: the
+    beginning of the id, such as "msg". place: index of the item in the response's output, or in its input if
+    `is_input`."""
     return f"{kind}_{response_id.removeprefix('resp_')}{f'i{place:03x}' if is_input else f'{place:04x}'}"
 
 
 def response_of(item_id: str) -> tuple[str, bool] | None:
-    """Return the id of the response that has an item, and whether it is in the input; None for an id of another
-    form."""
+    """Return (id of the response that an item belongs to, whether the item is in its input), read from the item's id.
+    None if the id was not made by `item_id`."""
     found = _ITEM_ID.fullmatch(item_id)
     return None if found is None else (f"resp_{found[1]}", found[2].startswith("i"))
 
 
 def with_ids(items: Sequence[Item], make: Callable[[str, int], str]) -> list[Item]:
-    """Return items with ids. make: returns an id for the beginning of an id and an index. Items that have an id keep
-    it."""
+    """Return the items with ids. make: returns the id for a prefix such as "msg" and the item's index. Items that have
+    an id keep it."""
     return [{"id": make(_PREFIXES[item["type"]], place), **item} for place, item in enumerate(items)]
 
 
 def chat_request(request: ResponseRequest, items: list[Item]) -> ChatCompletionRequest:
-    """Return the chat request that is equivalent. items: the history and then the request's own items. Raises
-    ApiError."""
+    """Return the equivalent chat request. items: the history, then the items of the request itself. Raises ApiError."""
     body: dict[str, Any] = {name: value for name in _SAME if (value := getattr(request, name)) is not None}
     messages = messages_of(items)
     if request.instructions is not None:
@@ -112,7 +112,8 @@ def _tool_choice(value: Any) -> Any:
 
 
 def renamed(error: ApiError) -> ApiError:
-    """Rewrite an error about the chat request with the field names of the Responses API."""
+    """Change an error about the equivalent chat request so that it names the fields of the Responses API. Returns the
+    error."""
     error.message = error.message.replace("your messages have", "your input has")
     for chat_name, name in _NAMES.items():
         if error.param is not None and error.param.startswith(chat_name):

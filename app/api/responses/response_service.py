@@ -44,9 +44,9 @@ _UNFINISHED = ("queued", "in_progress")
 
 
 class ResponseTurn(AsyncIterator[Delta]):
-    """One response in progress. It is both the source of its event stream (an iterator over the generation's deltas)
-    and the frames of it (what encodes deltas as events). It is stored before its last event is sent, so that a client
-    that reads this event can continue from the response."""
+    """One response in progress. It is both an iterator over the generation's deltas and the encoder that turns these
+    into the events of its stream. The response is stored before its last event is sent, so that a client that reads
+    this event can continue from the response."""
 
     ping = PING
 
@@ -73,7 +73,7 @@ class ResponseTurn(AsyncIterator[Delta]):
         self._last: list[Event] = []
 
     async def finish(self) -> dict[str, Any]:
-        """Generate to the end and return the response. Raises ApiError."""
+        """Generate the response to its end and return its body. Raises ApiError."""
         async with aclosing(self):
             async for delta in self:
                 self.builder.take(delta)
@@ -128,8 +128,8 @@ class Responses:
         ttl_s: float,
         max_referred_bytes: int,
     ) -> None:
-        """Set up. ttl_s: how long a response is kept that nobody uses, in seconds. max_referred_bytes: bounds what the
-        references of one request bring in all."""
+        """Set up. ttl_s: seconds after which an unused response expires. max_referred_bytes: the most bytes of stored
+        items that the `item_reference` items of one request may add to it."""
         self.store = store
         self.records = StoredResponses(store, ttl_s=ttl_s)
         self.items = StoredItems(store)
@@ -142,7 +142,8 @@ class Responses:
         self._running: dict[tuple[str, str], tuple[ResponseTurn, asyncio.Task[None]]] = {}
 
     async def begin(self, request: ResponseRequest, caller: Caller, losses: Losses) -> ResponseTurn:
-        """Start generating. losses: takes the names of what cannot be read. Raises ApiError."""
+        """Submit a request to the engine and return its response in progress. losses: takes the names of parts that
+        cannot be read. Raises ApiError."""
         history = await self._history(request, caller.tenant)
         items = await self.stored(caller.tenant, request.input or [], history, losses)
         chat = chat_request(request, [*history, *items])
@@ -155,7 +156,8 @@ class Responses:
         return ResponseTurn(self, request, caller.tenant, items, generation)
 
     async def tokens(self, request: ResponseRequest, caller: Caller, losses: Losses) -> int:
-        """Count the tokens of the prompt that `begin` would submit. losses: as there. Raises ApiError."""
+        """Count the tokens of the prompt that `begin` would submit. losses: takes the names of parts that cannot be
+        read. Raises ApiError."""
         history = await self._history(request, caller.tenant)
         items = await self.stored(caller.tenant, request.input or [], history, losses)
         chat = chat_request(request, [*history, *items])
@@ -164,10 +166,10 @@ class Responses:
     async def stored(
         self, tenant: str, items: Sequence[InputItem], history: Sequence[Item], losses: Losses
     ) -> list[Item]:
-        """Return items in the form in which they are stored, with the items that references name in the references'
-        place, and with the thoughts that were sealed. Only items that were stored before have ids. history: items that
-        may be meant, besides those of stored responses. losses: takes the name of a seal that is not ours. Raises
-        ApiError 404, and 400 for references to more than a request may hold."""
+        """Return a request's items in the form in which they are stored: each reference is replaced by the item that it
+        names, and sealed thoughts by their text. Only items that were stored before have ids. history: items that
+        references may name, in addition to those of stored responses. losses: gets a name if a seal is not ours. Raises
+        ApiError 404, and 400 for references to more bytes than a request may hold."""
         known = {item["id"]: item for item in history}
         looked: set[tuple[str, bool]] = set()
         found: list[Item] = []
@@ -231,8 +233,8 @@ class Responses:
         return []
 
     async def lost_of(self, tenant: str, response_id: str) -> str:
-        """Return the id of the response that is not stored, of one and those that it goes on from: one that was deleted
-        takes along what all later ones go on from."""
+        """Return the id of the first response that is missing when the chain of previous responses is followed back
+        from this one. A response without its predecessors has lost the conversation before it."""
         name = response_id
         with contextlib.suppress(NotStored):
             for _ in range(MAX_CHAIN):
@@ -243,8 +245,8 @@ class Responses:
         return name
 
     async def remember(self, turn: ResponseTurn) -> None:
-        """Store the response and what it adds to its conversation, or keep them in memory while they cannot be
-        stored."""
+        """Store the response, and append its items to its conversation. What cannot be stored now is kept in memory, to
+        be stored later."""
         if (now := time.monotonic()) >= self._sweep_s:
             self._sweep_s = now + SWEEP_S
             with contextlib.suppress(NotStored, ApiError):
@@ -260,7 +262,7 @@ class Responses:
                 await self.items.append_turn(turn.tenant, request.conversation.id, [*turn.items, *builder.output])
 
     async def run_in_background(self, turn: ResponseTurn) -> dict[str, Any]:
-        """Start a task that generates the response. Returns the response as it is now."""
+        """Start a task that generates the response. Returns its body in the present state."""
         await self.remember(turn)
         key = turn.tenant, turn.builder.id
         task = asyncio.create_task(self._run(turn))

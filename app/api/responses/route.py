@@ -102,7 +102,7 @@ async def list_input_items(request: Request, response_id: str) -> dict[str, Any]
 
 
 def page_of(request: Request) -> ItemPage:
-    """Return the query parameters of a list. Raises ApiError 400."""
+    """Return the validated query parameters of a list. Raises ApiError 400."""
     try:
         return ItemPage.model_validate(dict(request.query_params))
     except ValidationError as error:
