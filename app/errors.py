@@ -34,7 +34,7 @@ _THEY = {"prompt": "prompts"}  # parameters whose names are no plural
 
 
 class ApiError(Exception):
-    """An error that a client is told. `message` never holds internals."""
+    """An error that is reported to the client. `message` never contains internals."""
 
     def __init__(
         self,
@@ -46,8 +46,8 @@ class ApiError(Exception):
         headers: Mapping[str, str] | None = None,
         anthropic_message: str = "",
     ) -> None:
-        """Set up. anthropic_message: the message for Anthropic's clients, where theirs look for other words; else it is
-        `message`."""
+        """Set up. anthropic_message: the message for clients of Anthropic's API, if they look for other words in it;
+        empty: it is `message`."""
         super().__init__(message)
         self.status = status
         self.message = message
@@ -67,13 +67,13 @@ class ApiError(Exception):
         return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": message}})
 
     def response(self, path: str = "") -> Response:
-        """Return the error in the shape that the clients of `path` know."""
+        """Return the error as a response, in the form of the API that `path` belongs to."""
         body = self.anthropic_body() if path.startswith(ANTHROPIC_PATH) else self.body()
         return Response(body, self.status, headers=self.headers, media_type="application/json")
 
 
 class ClientGone(Exception):
-    """The client closed the connection, or does not read. No answer can be sent."""
+    """The client has closed the connection, or has not read its answer for too long. No answer can be sent."""
 
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
@@ -81,15 +81,15 @@ def invalid(message: str, param: str | None = None, code: str | None = None) -> 
 
 
 def invalid_grammar(problem: str, param: str) -> ApiError:
-    """Return the error for a grammar that looked right and the engine could not follow. `param`: the field that asks
-    for it."""
+    """Return the error for a grammar that passed the checks here but that the engine cannot follow. param: the request
+    field that asks for it."""
     if "limits." in problem:  # the library's own limit, which is no setting
         problem = "it would be too costly to follow"
     return invalid(f"Invalid '{param}': {problem[:300]}.", param, "invalid_schema")
 
 
 def model_not_found(name: str, known: Sequence[str]) -> ApiError:
-    """Return the error for a model that is not served. known: the names of the one that is."""
+    """Return the error for a model name that is not served. known: the names of the served model."""
     shown = ", ".join(f"'{one[:MAX_NAME_CHARS]}'" for one in known[:MAX_NAMES])
     more = f" and {len(known) - MAX_NAMES} more" if len(known) > MAX_NAMES else ""
     message = f"The model '{name[:MAX_NAME_CHARS]}' does not exist; this server has {shown}{more}."
@@ -108,7 +108,8 @@ def context_length_exceeded(window: int, prompt_tokens: int | None, *, param: st
 
 
 def cannot_be_shortened(window: int, what: str) -> ApiError:
-    """Return the error for a part of the request, `what`, that may not be dropped and does not fit the window."""
+    """Return the error for a request that does not fit the window even if its earliest history is dropped. what: the
+    part that may not be dropped, with its verb ("... is")."""
     given = f"the earliest history would be dropped to make room, but {what} too long for it"
     return _too_long(window, given, "Please shorten that.", None, "messages")
 
@@ -129,13 +130,14 @@ def _prompt_is_too_long(limit: int, prompt_tokens: int | None) -> str:
 
 
 def too_many_requests(limit: int, *, retry_after_s: float, headers: Mapping[str, str]) -> ApiError:
-    """Return the error for a tenant that already has as many running answers as it may."""
+    """Return the error for a request with which its tenant would have more than `limit` answers running or waiting."""
     message = f"You would have more answers under way than you may ({limit}); try again when one of them is done."
     return ApiError(429, message, code="rate_limit_exceeded", headers={**headers, **_retry_after(retry_after_s)})
 
 
 def too_fast(what: str, limit: int, *, retry_after_s: float, headers: Mapping[str, str]) -> ApiError:
-    """Return the error for a tenant whose allowance for this minute is used up."""
+    """Return the error for a key that has used up what it may have a minute. what: "requests" or "tokens". limit: how
+    many."""
     message = (
         f"Your key may have {limit} {what} a minute, and has had them; try again in {max(1, round(retry_after_s))} s."
     )
@@ -163,8 +165,8 @@ def overloaded(
 
 
 def with_target(error: ApiError, ttft_ms: float | None) -> ApiError:
-    """Return the refusal of a request for want of room, with a message that says so if the wait until room is expected,
-    which `Retry-After` holds, is longer than the request's target for its first token."""
+    """Return an error that refuses a request for lack of room. If the wait in its `Retry-After` exceeds the request's
+    target for the first token (`ttft_ms`), its message says so."""
     wait_s = int(error.headers.get("retry-after", 0))
     if ttft_ms is not None and wait_s * 1e3 > ttft_ms:
         error.message += f" The wait is about {wait_s} s; the request's first token is wanted within {ttft_ms:g} ms."
@@ -203,7 +205,7 @@ def no_transcript(session_id: str) -> ApiError:
 
 
 def session_error(code: str, session_id: str) -> ApiError:
-    """Return the error that a client gets for the engine's error code about a session."""
+    """Return the error for the client when the engine refuses a command on a session. code: the engine's error code."""
     match code:
         case "not_found":
             return session_not_found(session_id)
@@ -253,13 +255,15 @@ def internal_error() -> ApiError:
 
 
 def too_deep_call(levels: int) -> ApiError:
-    """Return the error for an answer with a call that its client could not send back."""
+    """Return the error for an answer whose call has arguments nested more than `levels` deep, which its client could
+    not send back."""
     message = f"The model nested the arguments of a call more than {levels} levels deep; ask again."
     return ApiError(500, message, code="invalid_call")
 
 
 def from_validation(error: ValidationError) -> ApiError:
-    """Return an error about the first invalid field, named in OpenAI's way: messages[0].content."""
+    """Return the error for a body that its schema refuses. It names the first invalid field in OpenAI's way:
+    messages[0].content."""
     first = _telling(error.errors(include_url=False, include_input=False))
     # A union says which of its types it tried; no client knows those.
     path = [part for part in first["loc"] if not (isinstance(part, str) and _UNION_TAG.match(part))]
@@ -293,7 +297,7 @@ def _telling(errors: Sequence[ErrorDetails]) -> ErrorDetails:
 
 
 def install_handlers(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
-    """Let everything that routing and handlers raise be answered in the error envelope. routes: all routes of the
+    """Have the app answer ApiError, and the HTTPException of routing, in the error envelope. routes: all routes of the
     app."""
 
     async def on_api_error(request: Request, error: Exception) -> Response:

@@ -57,7 +57,7 @@ MAX_STORED_BYTES = 64 << 20  # most for responses and conversations
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The parts of the app. Routes find each part under its name in `app.state`."""
+    """The objects of which the app consists. Routes find each of them under its name in `app.state`."""
 
     settings: Settings
     state_dir: StateDir
@@ -96,7 +96,8 @@ def create_app(settings: Settings, *, engine: EnginePort | None = None) -> FastA
 
 
 def compose(settings: Settings, engine: EnginePort | None) -> Parts:
-    """Make every part and pass to each the others that it needs. Raises what `create_app` does."""
+    """Build every part of the app, and give each the others that it uses. engine: None for an engine process of its
+    own. Raises what `create_app` does."""
     keyring = make_keyring(settings)
     tracer = make_tracer(settings.server.traces_endpoint, version())
     state_dir = open_state_dir(settings.state_dir, settings.server.tenant_secret_file)
@@ -183,7 +184,7 @@ def compose(settings: Settings, engine: EnginePort | None) -> Parts:
 
 @asynccontextmanager
 async def lifespan(parts: Parts) -> AsyncIterator[None]:
-    """Start the engine and what runs beside it; at the end, stop every part after those that use it."""
+    """Start the engine and the background work of the app. At the end, stop every part after those that use it."""
     await parts.engine.start()
     background = (
         parts.readiness.load(),
@@ -212,7 +213,7 @@ async def lifespan(parts: Parts) -> AsyncIterator[None]:
 
 
 def add_routes(app: FastAPI) -> None:
-    """Add every endpoint, and the answers to requests that no endpoint takes."""
+    """Add every endpoint, and handlers for requests to other paths."""
     modules = (*openapi.MODULES, openapi)
     for module in modules:
         app.include_router(module.router)
@@ -231,8 +232,8 @@ def add_middleware(app: FastAPI, parts: Parts) -> None:
 
 
 def make_engine(settings: Settings, state_dir: StateDir) -> EngineClient:
-    """Return the client of an engine process, which `start` will start. Without the installation's secret it has no
-    disk tier: it could read nothing that lies there, and the next process nothing that it wrote."""
+    """Return the client of an engine process, which its `start` starts. Without the installation's secret the engine
+    has no disk tier, since neither it could read what others wrote there nor they what it wrote."""
     if not state_dir.is_own_secret:
         cache = settings.cache.model_copy(update={"disk_dir": state_dir.path, "disk_gib": 0.0})
         settings = settings.model_copy(update={"cache": cache})

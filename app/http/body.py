@@ -56,12 +56,12 @@ T = TypeVar("T", bound=RequestModel)
 
 
 async def parse_body(request: Request, model: type[T], limits: LimitSettings) -> tuple[T, list[str]]:
-    """Return the parsed request and the names of what it holds without effect. Raises ApiError or ClientGone."""
+    """Return (parsed request, names of its fields and parts that have no effect). Raises ApiError or ClientGone."""
     return parse_data(await read_body(request, max_bytes=limits.body_bytes), model)
 
 
 def parse_data(data: bytes, model: type[T]) -> tuple[T, list[str]]:
-    """Return the parsed request and the names of what it holds without effect, from a body that has been read. Raises
+    """Return (parsed request, names of its fields and parts that have no effect) from the bytes of a body. Raises
     ApiError."""
     body = parse_json(data)
     check_body(body)
@@ -113,8 +113,8 @@ def _too_large(max_bytes: int) -> ApiError:
 
 
 def parse_json(data: bytes) -> dict[str, object]:
-    """Return the JSON object in `data`. Half of a character, which clients send that have cut a text inside an emoji,
-    becomes U+FFFD. Raises ApiError for anything else: bad UTF-8, NaN, or more than 200 levels."""
+    """Return the JSON object in `data`. Lone surrogates, which clients send that have cut a text inside an emoji,
+    become U+FFFD. Raises ApiError for anything else: bad UTF-8, NaN, or more than 200 levels."""
     try:
         try:
             body = from_json(data.removeprefix(_BYTE_ORDER_MARK), allow_inf_nan=False)
@@ -128,8 +128,8 @@ def parse_json(data: bytes) -> dict[str, object]:
 
 
 def mended(data: bytes) -> bytes:
-    """Return JSON without a byte order mark, and with U+FFFD for each half of a character. Gateways read bodies so too,
-    since a conversation has to have one name everywhere."""
+    """Return JSON without a byte order mark, and with U+FFFD for each lone surrogate. Gateways read bodies in this way
+    too, because a conversation must have the same name everywhere."""
     return _HALVES.sub(_whole, data.removeprefix(_BYTE_ORDER_MARK))
 
 
@@ -141,8 +141,8 @@ def _whole(escapes: re.Match[bytes]) -> bytes:
 
 
 def check_body(body: dict[str, object]) -> None:
-    """Check limits that a schema's types and ranges cannot express, before anything is built from the body. Raises
-    ApiError 400. Leaves wrong types to the schema."""
+    """Check the limits of a body that types and ranges in a schema cannot express, before anything is built from it.
+    Wrong types are left to the schema. Raises ApiError 400."""
     arguments = list(_arguments(body))
     if is_deeper(arguments, MAX_CALL_LEVELS + 1):
         raise invalid(f"The arguments of a call have more than {MAX_CALL_LEVELS} levels.", code="invalid_json")
@@ -201,7 +201,7 @@ def _at(value: object, *path: str) -> object:
 
 
 def warning_header(names: list[str]) -> dict[str, str]:
-    """Return the header that tells a client what had no effect; none if `names` is empty."""
+    """Return the `Warning` header that names what had no effect; {} if `names` is empty."""
     if not names:
         return {}
     shown = ", ".join(plain_name(name) for name in names[:MAX_NAMED_FIELDS])
@@ -210,5 +210,5 @@ def warning_header(names: list[str]) -> dict[str, str]:
 
 
 def plain_name(name: str) -> str:
-    """Return a client's word in a form that headers and logs can hold."""
+    """Return a name that a client has sent, shortened and with "?" for characters that headers and logs cannot hold."""
     return re.sub(r"[^A-Za-z0-9_.\-]", "?", name[:MAX_NAME_CHARS])

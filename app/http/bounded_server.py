@@ -19,8 +19,8 @@ log = logging.getLogger(__name__)
 
 
 class EndsQuietly:
-    """A layer around an application whose lifespan is cancelled by the last signal: it ends with a sentence in the log,
-    where a traceback would look like a fault."""
+    """A layer around an application. If the last signal cancels the application's lifespan, this is logged as one
+    sentence; a traceback would look like a fault."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app  # the one inside
@@ -52,7 +52,7 @@ class EndsQuietly:
 
 
 class BoundedServer(uvicorn.Server):
-    """A server of an ASGI application, at the address that the settings give."""
+    """A server of an ASGI application, at the address in the settings, with limits on connections and headers."""
 
     def __init__(self, app: ASGIApp, settings: Settings) -> None:
         config = uvicorn.Config(
@@ -78,7 +78,8 @@ class BoundedServer(uvicorn.Server):
         self._most_connections = settings.limits.connections
 
     def serve_forever(self) -> None:
-        """Bind the port before anything is loaded, so that an occupied port is reported at once. Raises OSError."""
+        """Serve until the server is told to end. The port is bound before anything is loaded, so that an occupied port
+        is reported at once. Raises OSError."""
         raise_file_limit(self._most_connections)
         host, port = self.config.host, self.config.port
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -91,14 +92,14 @@ class BoundedServer(uvicorn.Server):
 
     @property
     def url(self) -> str:
-        """An address of the server that can be opened on this machine, once `startup` has returned."""
+        """The server's address for a client on this machine, once `startup` has returned."""
         host, port = self.servers[0].sockets[0].getsockname()[:2]
         return f"http://{own_host(host)}:{port}"
 
 
 def own_host(host: str) -> str:
-    """Return a host as it stands in a URL. What means every address is none that can be opened everywhere; the loopback
-    is one of them."""
+    """Return a host in the form that a URL on this machine needs: the loopback address for "every address", and IPv6
+    addresses in brackets."""
     here = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "127.0.0.1" if socket.has_dualstack_ipv6() else "::1"}
     host = here.get(host, host)
     return f"[{host}]" if ":" in host else host

@@ -19,8 +19,8 @@ _JSON = "application/json"
 
 
 def accepts_gzip(header: str) -> bool:
-    """Return whether a client with this `Accept-Encoding` takes gzip. Its words are separated by commas; one with `q=0`
-    is refused, and `*` stands for those that are not named."""
+    """Return whether a client takes gzip. header: its `Accept-Encoding`, words separated by commas; one with `q=0` is
+    refused, and `*` stands for those that are not named."""
     wanted: dict[str, bool] = {}
     for word in header.lower().split(","):
         name, _, options = word.partition(";")
@@ -30,12 +30,13 @@ def accepts_gzip(header: str) -> bool:
 
 
 def compressed(body: bytes) -> bytes:
-    """Return the body as gzip, the same for the same body."""
+    """Return the body as gzip. The same body always gives the same bytes."""
     return gzip.compress(body, _LEVEL, mtime=0)
 
 
 class Compression:
-    """A layer that compresses good answers to GET that are JSON and come in one piece, for clients that take gzip."""
+    """A layer that compresses answers with gzip, for clients that take it: those to GET and HEAD with status 200 that
+    are JSON and come in one piece."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

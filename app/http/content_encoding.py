@@ -10,8 +10,8 @@ _GZIP, _ZLIB, _RAW = 16 + zlib.MAX_WBITS, zlib.MAX_WBITS, -zlib.MAX_WBITS
 
 
 class Decoder:
-    """A decoder of one body. Its caller bounds what it may make of each chunk, because a few bytes can become
-    gigabytes. A gzip body may have several members, one after another; their texts are one."""
+    """A decompressor of one request body. Its caller bounds the size of each result, because a few bytes can become
+    gigabytes. A gzip body may have several members, one after another; their texts are joined."""
 
     def __init__(self, name: str, wbits: int) -> None:
         self._name = name
@@ -21,8 +21,8 @@ class Decoder:
         self._num_members = 1
 
     def push(self, chunk: bytes, max_bytes: int) -> bytes:
-        """Return what a chunk adds, at most `max_bytes`, which is above 0; the rest of a longer one is dropped, and the
-        body is to be refused. Raises ApiError 400."""
+        """Decompress the next chunk. Returns at most `max_bytes` bytes, which must be above 0. What exceeds them is
+        dropped; the caller then has to refuse the body. Raises ApiError 400 for a damaged chunk."""
         if not chunk:
             return b""
         if self._is_first and self._wbits == _ZLIB and chunk[0] & 15 != zlib.DEFLATED:
@@ -48,7 +48,7 @@ class Decoder:
         self._zlib = zlib.decompressobj(_GZIP)
 
     def finish(self) -> None:
-        """Check that the body was complete. Raises ApiError 400."""
+        """Raise ApiError 400 if the body has ended too early."""
         if not self._zlib.eof and not self._is_first:
             raise self._damaged()
 
@@ -57,8 +57,8 @@ class Decoder:
 
 
 def decoder_of(encoding: str) -> Decoder | None:
-    """Return a decoder for the value of Content-Encoding; None for a body that is not compressed. Raises ApiError
-    415."""
+    """Return a decompressor for a body with this Content-Encoding; None if it is not compressed. Raises ApiError 415
+    for other encodings."""
     match encoding.strip().lower():
         case "" | "identity":
             return None

@@ -52,13 +52,13 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 
 
 def event(data: object, name: str | None = None) -> bytes:
-    """Encode one server-sent event; `name` is its type, for protocols that have types."""
+    """Return the bytes of one server-sent event. name: its type; None for protocols whose events have no types."""
     head = b"" if name is None else b"event: " + name.encode() + b"\n"
     return head + b"data: " + _encode(data) + b"\n\n"
 
 
 async def send_within(send: Send, data: bytes) -> None:
-    """Send a part of a body. Raises ClientGone if the client does not take it in time."""
+    """Send a part of a body. Raises ClientGone if the client does not take it within SEND_TIMEOUT_S."""
     try:
         async with asyncio.timeout(SEND_TIMEOUT_S):
             await send({"type": "http.response.body", "body": data, "more_body": True})
@@ -70,7 +70,7 @@ class EventStream(Response):
     """A response that streams a generation as events.
 
     An error before the first token is answered like any other error; a later one becomes the stream's last event. A
-    slow client slows only itself: `send` waits, and the engine's outputs are merged meanwhile.
+    client that reads slowly delays only its own stream: `send` waits, and the engine's outputs are merged meanwhile.
     """
 
     def __init__(

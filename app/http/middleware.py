@@ -27,7 +27,8 @@ access_log = logging.getLogger("reprise.access")
 
 
 class RequestContext:
-    """The outermost layer. Gives the request a plain path. Calls `on_done(scope, status)` once for every request."""
+    """The outermost layer. It gives each request an id and the plain path of its endpoint (`paths.make_plain`), answers
+    exceptions with an error, and calls `on_done(scope, status)` once for each."""
 
     def __init__(self, app: ASGIApp, *, on_done: Callable[[Scope, int], None], log_access: bool) -> None:
         self._app = app
@@ -86,11 +87,11 @@ def _two_lengths() -> ApiError:
 
 
 class Authentication:
-    """A layer that requires a key for every path except health and the page, also for unknown paths. Sets the
-    tenant."""
+    """A layer that requires a key for every path, also unknown ones, except health and the page. It stores the key's
+    tenant in the request's state."""
 
     def __init__(self, app: ASGIApp, *, keyring: Keyring, hostnames: Collection[str]) -> None:
-        """Set up. hostnames: further host names accepted by a server without keys."""
+        """Set up. hostnames: further host names by which a server without keys may be addressed."""
         self._app = app
         self._keyring = keyring
         self._hostnames = {name.lower() for name in hostnames}

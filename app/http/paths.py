@@ -11,7 +11,7 @@ _NAMED = "/v1/models/"  # before a model's name, which may be a path
 
 
 def plain_path(path: str) -> str:
-    """Return the path of the endpoint that a client means."""
+    """Return the path of the endpoint that a client means: without superfluous slashes, and with `/v1` exactly once."""
     head, named, name = path.partition(_NAMED)
     plain = _SLASHES.sub("/", head + named)
     if not name:
@@ -22,7 +22,7 @@ def plain_path(path: str) -> str:
 
 
 def make_plain(scope: Scope) -> None:
-    """Give a request the path of the endpoint that its client means."""
+    """Replace the path of a request by that of the endpoint that its client means (`plain_path`)."""
     path = scope["path"]
     if (plain := plain_path(path)) != path:
         scope["path"] = plain

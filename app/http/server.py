@@ -36,7 +36,8 @@ class HttpServer(BoundedServer):
         on_ready: Callable[[ModelInfo, str], None],
         on_failure: Callable[[str], None] = log_failure,
     ) -> None:
-        """Set up. As soon as it is known whether the model can be served, one of the two callbacks is called."""
+        """Set up. One of the two callbacks is called as soon as it is known whether the model can be served: `on_ready`
+        with the model and the server's address, or `on_failure` with the reason."""
         super().__init__(app, settings)
         self.failure: str | None = None
         self._service: TurnService = app.state.service
@@ -49,7 +50,8 @@ class HttpServer(BoundedServer):
         self._announcing: asyncio.Task[None] | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Drain after the first signal, end running answers early after the second, exit at once after the third."""
+        """Drain after the first signal: refuse new requests while answers continue. End running answers early after the
+        second, and exit at once after the third. With `server.drain_s` 0 the second signal already exits."""
         if self._drain_started_s is None:
             self._drain_started_s = time.monotonic()
             self._readiness.draining = True

@@ -40,8 +40,8 @@ TENANT_SHARE = 4  # a tenant may hold so much of the places: one fourth
 
 
 class Live(TurnObserver):
-    """A source of live views. One per app, on its event loop. places: how many pages may watch at once. state_disk: the
-    disk with the transcripts."""
+    """A source of live views for the chat page. One per app, on its event loop. places: how many pages may watch at
+    once. state_disk: the disk with the transcripts."""
 
     def __init__(self, *, engine: EnginePort, places: int, state_disk: StateDisk) -> None:
         self.replica = ""  # the name of this server in its fleet
@@ -54,7 +54,8 @@ class Live(TurnObserver):
         self._latest_sessions: dict[str, _LatestSessions] = {}  # tenant -> its sessions
 
     def watch(self, tenant: str, *, sees_all: bool) -> "Watcher":
-        """Return the stream of one watcher, which the caller closes. Raises ApiError 429 when too many watch."""
+        """Return a new watcher, which the caller has to close. sees_all: whether it may see the data of all tenants.
+        Raises ApiError 429 if too many pages watch."""
         held = Counter(watcher.tenant for watcher in self._watchers)
         if len(self._watchers) >= self._places or held[tenant] >= max(1, self._places // TENANT_SHARE):
             raise too_many_watchers(retry_after_s=10)
@@ -104,7 +105,7 @@ class Live(TurnObserver):
         return len(self._watchers)
 
     async def state(self, watcher: "Watcher") -> dict[str, Any]:
-        """Return the data that a watcher may see, as of the engine's last heartbeat."""
+        """Return the data that a watcher may see, by the engine's last heartbeat."""
         latest = await self._sessions(watcher.tenant)
         shown = snapshot(self._engine, tenant=watcher.tenant, sees_all=watcher.sees_all)
         return shown | {
@@ -182,7 +183,7 @@ def _activity(stats: Stats | None) -> tuple[object, ...] | None:
 
 
 class Watcher:
-    """One open page. The number of events that wait to be sent is bounded: the newest are kept."""
+    """One open page that watches. A bounded number of events waits to be sent to it; of more, the newest stay."""
 
     def __init__(self, tenant: str, *, sees_all: bool, on_close: "Callable[[Watcher], None]") -> None:
         self.tenant = tenant
@@ -202,7 +203,7 @@ class Watcher:
         return turns
 
     async def wait(self, timeout_s: float) -> None:
-        """Wait for answers to begin, at most for `timeout_s`."""
+        """Wait until an answer has begun that the page has not been told of, at most `timeout_s`."""
         # Not wait_for: that of Python 3.11 forgets a cancellation that comes together with the news, and who left would
         # be told for ever.
         with contextlib.suppress(TimeoutError):

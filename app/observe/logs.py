@@ -90,7 +90,8 @@ class EngineOutput:
 
 
 def configure(log_format: str, stream: TextIO = sys.stderr) -> None:
-    """Set up logging for the whole process, replacing what was configured before."""
+    """Set up logging for the whole process, in place of any earlier setup. log_format: of the setting with this
+    name."""
     handler = logging.StreamHandler(stream)
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)

@@ -11,14 +11,14 @@ log = logging.getLogger(__name__)
 
 
 class LossLog:
-    """A log of fields, tools and parts of a history that were left out. One per app, on its event loop. Bounded for
-    each client by itself, so that none can silence the log for the others."""
+    """A log of fields, tools and parts of a history that had no effect. One per app, on its event loop. Each client has
+    a bounded number of entries of its own, so that none can silence the log for the others."""
 
     def __init__(self) -> None:
         self._logged: OrderedDict[str, set[str]] = OrderedDict()  # names by client
 
     def note(self, client: str, names: list[str]) -> None:
-        """Log the names that are new for this client. All are words that a log can hold."""
+        """Log the names that this client has not sent before. They consist of characters that a log can hold."""
         known = self._logged.get(client, set())
         new = [name for name in dict.fromkeys(names) if name not in known][: MAX_NAMES - len(known)]
         if not new:

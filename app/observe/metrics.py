@@ -93,11 +93,11 @@ class Metrics(TurnObserver):
         self._registry.register(EngineCollector(engine=engine))
 
     def add(self, collector: Collector) -> None:
-        """Register a collector, whose metrics `render` then includes."""
+        """Register a collector. `render` then includes its metrics."""
         self._registry.register(collector)
 
     def request_done(self, scope: Scope, status: int) -> None:
-        """Count a request by its route. Its own path would let a scanner fill the metrics with labels."""
+        """Count a request by its route. Its path would let a scanner fill the metrics with labels."""
         self.requests.labels(getattr(scope.get("route"), "path", "unknown"), str(status)).inc()
 
     def first_token(self, turn: ObservedTurn, answer: Answer) -> None:
@@ -173,7 +173,7 @@ class RedisCollector(Collector):
 
 
 class StateDiskCollector(Collector):
-    """A collector of whether the disk with transcripts, stored responses and the outbox answers."""
+    """A collector of the state of the disk with transcripts, stored responses and the outbox: whether it answers."""
 
     def __init__(self, disk: StateDisk) -> None:
         self._disk = disk

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 class TracingUnavailable(Exception):
-    """Traces are configured and OpenTelemetry is not installed."""
+    """Traces are configured, but OpenTelemetry is not installed."""
 
 
 class OtelTracer(TurnObserver):
@@ -63,7 +63,7 @@ class OtelTracer(TurnObserver):
         root.end(now_ns)
 
     def shut_down(self) -> None:
-        """Send the spans that are left, for some seconds at most."""
+        """Send the spans that have not been sent yet, for some seconds at most."""
         self._provider.shutdown()
 
 

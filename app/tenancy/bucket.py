@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Bucket:
-    """A bucket of up to one minute's allowance. More may be taken than it has, because a cost may be known only
-    afterwards; later callers then wait until the overdraft is made up."""
+    """A token bucket that fills evenly and holds at most one minute's allowance. More may be taken than it has, because
+    some costs are known only afterwards; later callers then wait until the overdraft is made up."""
 
     per_minute: int
     level: float
@@ -21,8 +21,7 @@ class Bucket:
         self.level -= amount
 
     def wait_s(self, amount: float, now: float) -> float:
-        """Return the seconds until `amount` is available; an amount above the allowance counts as the whole
-        allowance."""
+        """Return the seconds until the bucket has `amount`, or is full if `amount` exceeds what it can hold."""
         self._fill(now)
         return max(0.0, min(amount, self.per_minute) - self.level) * 60.0 / self.per_minute
 

@@ -52,7 +52,7 @@ class Keyring:
         self._local = local
 
     def use(self, keys: Iterable[Key]) -> None:
-        """Replace all keys."""
+        """Replace all keys by these."""
         self._keys = {_tenant(key.digest): key for key in keys}
         self._digests = [key.digest for key in self._keys.values()]
 
@@ -64,15 +64,15 @@ class Keyring:
         return not self.wants_keys or (tenant in self._keys and self._keys[tenant].is_admin)
 
     def knows(self, tenant: str) -> bool:
-        """Return whether work that a tenant has begun may continue; its key may have been removed since."""
+        """Return whether the tenant's key is still valid, so that work which the tenant has begun may continue."""
         return not self.wants_keys or tenant in self._keys
 
     def limits(self, tenant: str) -> KeyLimits:
         return self._keys[tenant].limits if tenant in self._keys else self._local
 
     def is_exact(self, tenant: str) -> bool:
-        """Return whether every request of a tenant is treated as if its `kv_quality` were "exact": no codec changes its
-        KV."""
+        """Return whether all requests of this tenant count as `kv_quality` "exact", which means that no codec changes
+        their KV."""
         return tenant in self._keys and self._keys[tenant].is_exact
 
     def ttft_ms(self, tenant: str) -> float | None:
@@ -81,7 +81,7 @@ class Keyring:
         return self._keys[tenant].ttft_ms if tenant in self._keys else None
 
     def tenant(self, authorization: str | None) -> str | None:
-        """Return the tenant of an Authorization header, or None if its key is not valid."""
+        """Return the tenant that an Authorization header belongs to; None if its key is not valid."""
         if not self.wants_keys:
             return LOCAL_TENANT
         scheme, _, key = (authorization or "").partition(" ")

@@ -19,8 +19,9 @@ RATE_WINDOW = 64  # number of recent endings from which the rate is computed
 
 
 class Places:
-    """A counter of the places in use. One per app; to be used on its event loop. places: of the whole server.
-    tenant_places: the most that one tenant may hold. running: how many the engine works on at once."""
+    """A counter of places; each choice of a request occupies one while it runs or waits. One per app; to be used on its
+    event loop. places: of the whole server. tenant_places: the most that one tenant may hold. running: how many choices
+    the engine works on at once."""
 
     def __init__(
         self,
@@ -48,8 +49,7 @@ class Places:
         return min(self._limits(tenant).requests or self.tenant_places, self.places)
 
     def request(self, tenant: str) -> None:
-        """Count a request that has a body. Raises ApiError 429 for a tenant whose allowance for the minute is used
-        up."""
+        """Count a request against its key's requests per minute. Raises ApiError 429 if the key has used them up."""
         bucket = self._requests_of(tenant)
         if bucket is not None:
             if wait_s := bucket.wait_s(1, self._clock()):
@@ -58,7 +58,8 @@ class Places:
             bucket.take(1, self._clock())
 
     def spend(self, tenant: str, tokens: int) -> None:
-        """Count tokens, even beyond the allowance; `enter` then waits until the overdraft is made up."""
+        """Count tokens against a key's tokens per minute, even if more than are left. Then `enter` refuses the key's
+        requests until the minutes that follow have made up for it."""
         if (bucket := self._tokens_of(tenant)) is not None:
             bucket.take(tokens, self._clock())
 
@@ -86,7 +87,7 @@ class Places:
         return Ticket(self, tenant, count)
 
     def leave(self, tenant: str, count: int) -> None:
-        """Free places. Called by `Ticket`."""
+        """Free `count` places of a tenant. Only `Ticket` calls this."""
         self.taken -= count
         self._tenants[tenant] -= count
         if not self._tenants[tenant]:
@@ -94,14 +95,14 @@ class Places:
         self._endings.extend([self._clock()] * count)
 
     def wait_s(self, tenant: str) -> float:
-        """Return the seconds until an answer of a tenant may end and free its place. Assumes that the tenant's answers
-        end at the server's rate, in proportion to its share of the places in use."""
+        """Return the seconds until an answer of the tenant is expected to end and free its place. Assumes that answers
+        end at the recent rate of the whole server, and the tenant's in proportion to its share of the places in use."""
         held = self._tenants.get(tenant, 0)
         return bounded(self.taken / held * self._gap_s if held else 0.0)
 
     @property
     def retry_after_s(self) -> float:
-        """Seconds until the answers now waiting will run, if places become free at the recent rate."""
+        """Seconds until the answers that wait now are expected to run, if places become free at the recent rate."""
         return bounded(max(1, self.taken - self._running) * self._gap_s)
 
     def headers(self, tenant: str) -> dict[str, str]:
@@ -116,7 +117,7 @@ class Places:
         return said if (bucket := self._tokens_of(tenant)) is None else said | self._left("tokens", bucket)
 
     def reset_s(self, tenant: str) -> float:
-        """Return the seconds until all of a tenant's places are free."""
+        """Return the seconds until all places of the tenant are expected to be free; 0 if it holds none."""
         return self.taken * self._gap_s if tenant in self._tenants else 0.0
 
     def _left(self, what: str, bucket: Bucket) -> dict[str, str]:
@@ -148,7 +149,7 @@ class Places:
 
 
 class Ticket:
-    """The places that one request holds until `leave`."""
+    """The places that one request occupies until `leave` is called."""
 
     def __init__(self, places: Places, tenant: str, count: int) -> None:
         self._places = places
@@ -189,5 +190,5 @@ def duration(seconds: float) -> str:
 
 
 def bounded(seconds: float) -> float:
-    """Return a wait that clients may be told."""
+    """Return a wait, limited to the range that clients are told in `Retry-After`."""
     return min(max(seconds, MIN_RETRY_S), MAX_RETRY_S)

@@ -25,11 +25,11 @@ class SessionAccess(Protocol):
 
 
 class Holdings(Protocol):
-    """The sessions that tenants keep, on this server or in a whole fleet."""
+    """The sessions that tenants store, on this server or in a whole fleet."""
 
     async def trim(self, tenant: str, limits: KeyLimits) -> str:
-        """Delete what exceeds a quota, the sessions unused for longest first. Returns what still exceeds it; empty if
-        nothing does. Raises ApiError if that cannot be told now."""
+        """Delete the sessions that exceed the tenant's quota, those unused for longest first. Returns what still
+        exceeds the quota, as text; empty if nothing does. Raises ApiError if that cannot be found out now."""
         ...
 
 
@@ -52,8 +52,7 @@ class Quotas:
         self._looked_s: dict[str, float] = {}
 
     async def check(self, tenant: str) -> None:
-        """Admit an answer. Raises ApiError 429 for a tenant over its quota, unless a new check finds that it is not any
-        more."""
+        """Admit a request. Raises ApiError 429 if its tenant exceeds its quota, and still does after another check."""
         if tenant in self._over:
             self.changed(tenant)
             if (look := self._looks.get(tenant)) is None:  # its quotas were removed
@@ -64,7 +63,8 @@ class Quotas:
             raise quota_exceeded(self._over[tenant], retry_after_s=self._look_s)
 
     def changed(self, tenant: str) -> None:
-        """Schedule a check, if the tenant has quotas."""
+        """Start a check in the background, if the tenant has quotas. To be called when what it stores may have
+        grown."""
         limits = self._limits(tenant)
         if (limits.sessions or limits.cache_bytes) and tenant not in self._looks:
             task = asyncio.create_task(self._look(tenant, limits))
@@ -91,7 +91,7 @@ class Quotas:
 
 
 class HeldHere:
-    """The sessions that tenants keep on this server. Implements `Holdings` for a server outside of a fleet."""
+    """The sessions that tenants store on this server. Implements `Holdings` for a server without a fleet."""
 
     def __init__(self, sessions: SessionAccess) -> None:
         self._sessions = sessions
@@ -136,8 +136,8 @@ def excess(sessions: int, size_bytes: int, limits: KeyLimits) -> str:
 
 
 def leaving(kept: list[SessionInfo], limits: KeyLimits) -> list[SessionInfo]:
-    """Return the sessions to delete, those unused for longest first. Pinned and running sessions stay, and so does the
-    newest, which was just used."""
+    """Return the sessions to delete so that the others meet the quota, those unused for longest first. Pinned and
+    running sessions stay, and so does the newest, which was just used."""
     oldest_first = sorted(kept, key=lambda info: info.last_used_s)
     stays = len(kept)
     held = sum(map(_size, kept))

@@ -64,8 +64,9 @@ class AnswerForm:
     def of(
         cls, render: Render | None, tokens: Mapping[str, int], special: Iterable[int], *, calls: str, thoughts: str
     ) -> "AnswerForm":
-        """Examine a model. render: its chat template, if it has one. tokens: the ids of its added tokens. special:
-        those that are no text. calls, thoughts: names of families that overrule what is found, or "auto"."""
+        """Find out the form of a model. render: its chat template, if it has one. tokens: the ids of its added tokens.
+        special: those of them that are special tokens. calls, thoughts: names of families to use whatever the template
+        shows, or "auto"."""
         found = find(render, tokens, calls=calls, thoughts=thoughts)
         markers = found.calls.markers | set(found.thoughts.markers if found.thoughts is not None else ())
         ids = frozenset(special)
@@ -79,12 +80,13 @@ class AnswerForm:
 
     @property
     def marks(self) -> dict[int, str]:
-        """The special tokens that a parser needs, by their ids."""
+        """The special tokens around calls and thoughts that a parser needs, by their ids."""
         return {token_id: token for token, token_id in self.special_ids.items()}
 
     @property
     def described(self) -> dict[str, str]:
-        """Return what was found, for people: the names of the families, and what brings tools into the prompt."""
+        """Return the form for people: the names of the families of calls and thoughts, and what writes tools into the
+        prompt ("template", "system message" or "server")."""
         found = self.found
         names = [name for name, thoughts in THOUGHTS.items() if thoughts is found.thoughts]
         place = "system message" if found.tools_in_system else "template" if found.knows_tools else "server"
@@ -100,12 +102,12 @@ class AnswerForm:
         return self.found.switch.args(thinks=thinks, effort=effort)
 
     def ordered(self, messages: list[Message], tools: list[dict[str, Any]] | None) -> Ordered:
-        """Return the messages of `prompt` in an order that the template takes, beside the tools of `prompt`."""
+        """Return the messages in an order that the template takes when it gets these tools."""
         return ordered(messages, self.found.traits_with_tools if tools else self.found.traits)
 
     def prompt(self, messages: list[Message], tools: list[dict[str, Any]] | None) -> tuple[list[Message], Any]:
-        """Return (messages, tools), each in the form that the template takes. Where it does not render tools, a system
-        message holds them, which is put first if there is none, and the returned tools are None."""
+        """Return (messages, tools) in the form that the template takes. If the template does not render tools itself,
+        they are written into the system message, which is added if there is none, and the returned tools are None."""
         messages = self._as_taken(messages)
         if self.found.knows_tools and not self.found.tools_in_system:
             return messages, tools
@@ -178,19 +180,20 @@ class AnswerForm:
         return {**rest, "content": "\n".join(texts)}
 
     def in_thought(self, prompt: str) -> bool:
-        """Return whether the end of a prompt has opened a thought."""
+        """Return whether a prompt ends with an opened thought, so that the answer begins inside of it."""
         return self.found.thoughts is not None and self.found.thoughts.opens(prompt)
 
     def closing(self, prompt: str) -> str:
-        """Return the text that ends the thought which the end of a prompt has opened, and leaves it empty; nothing if
-        it has opened none."""
+        """Return the text to append to a prompt that ends with an opened thought, so that the thought is empty; "" for
+        another prompt."""
         if self.found.thoughts is None or not self.in_thought(prompt):
             return ""
         newline = "\n" if prompt.endswith("\n") else ""
         return f"{newline}{self.found.thoughts.close}\n\n"
 
     def ends_thought(self, grammar: str) -> bool:
-        """Return whether a grammar is one of an answer with its thought, since it mentions the mark that ends it."""
+        """Return whether a grammar mentions the mark that ends a thought. Such a grammar is one of the whole answer,
+        with its thought."""
         if self.found.thoughts is None:
             return False
         plain, close = grammar.replace("\\", ""), self.found.thoughts.close
@@ -198,7 +201,7 @@ class AnswerForm:
         return close in plain or (token_id is not None and f"<[{token_id}]>" in plain)
 
     def parser(self, wanted: Wanted, *, in_thought: bool) -> AnswerWriter:
-        """Return a parser of one answer. in_thought: whether the prompt has opened a thought."""
+        """Return a parser of one answer. in_thought: whether the prompt ends with an opened thought."""
         if self.found.calls.name == "harmony":
             return HarmonyParser(wanted, in_thought=in_thought, tokens=frozenset(self.special_ids))
         return AnswerParser(
@@ -210,8 +213,7 @@ class AnswerForm:
         )
 
     def answer(self, content: str, reasoning: str, calls: Iterable[Call]) -> Message:
-        """Return the answer as a message, in the form in which the next prompt will contain it when the client has sent
-        it back."""
+        """Return an answer as the message that the next prompt contains when the client sends the answer back."""
         message: Message = {"role": "assistant", "content": content}
         if reasoning:
             message[_THOUGHT] = reasoning

@@ -30,8 +30,8 @@ class AnswerParser(AnswerWriter):
         in_thought: bool,
         short_ids: bool = False,
     ) -> None:
-        """Set up. calls: how the model writes calls; None: it may make none. thoughts: how it marks thoughts; None: it
-        has none. in_thought: whether the prompt has already opened one."""
+        """Set up. calls: the family that tells how the model writes calls; None: it may make none. thoughts: its marks
+        around thoughts; None: it has none. in_thought: whether the prompt ends with an opened thought."""
         super().__init__(wanted, short_ids=short_ids)
         self._thoughts = thoughts
         self._openings: dict[str, list[Callable[[], Reader]]] = {}

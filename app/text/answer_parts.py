@@ -25,14 +25,15 @@ class Call:
 
 
 class TextPiece(NamedTuple):
-    """More of the content, or of the reasoning."""
+    """The next piece of the content, or of the reasoning (`is_thought`)."""
 
     text: str
     is_thought: bool
 
 
 class CallPiece(NamedTuple):
-    """More of a call. place: its index among the answer's calls. call: the call itself if it begins here."""
+    """The next piece of a call's arguments. place: index of the call among the answer's calls. call: the call if it
+    begins with this piece, else None."""
 
     place: int
     call: Call | None
@@ -49,8 +50,8 @@ class _Block(NamedTuple):
 
 @dataclass(slots=True)
 class AnswerParts:
-    """The parts that one piece of text added to the answer, in the order in which the model wrote them. Texts of one
-    kind that follow each other are one piece."""
+    """The pieces of content, reasoning and calls that one step of parsing has added to the answer, in the order in
+    which the model wrote them. Adjacent texts of one kind are one piece."""
 
     pieces: list[TextPiece | CallPiece] = field(default_factory=list)
 
@@ -92,7 +93,7 @@ class AnswerParts:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """The wishes of a request for its answer's form."""
+    """The request's options that decide how its answer is parsed."""
 
     tools: Mapping[str, dict[str, Any]] = field(default_factory=dict)  # functions that may be called -> their schemas
     parallel: bool = True  # several calls are allowed
@@ -156,8 +157,8 @@ class AnswerWriter:
         return found[::-1]
 
     def content_from(self, start: int, end: int) -> int | None:
-        """Return the offset in the content of the first of its characters that comes from the positions `start` to
-        `end`; None if none does. A position that holds no character of its own stands for the one that follows."""
+        """Return the offset in the content of its first character that comes from the positions `start` to `end`; None
+        if none does. A position whose character is not part of the content stands for the next one that is."""
         index = bisect_right(self._spans, start, key=lambda span: span[1]) - 1
         next_offset, next_position = self._spans[index + 1] if index + 1 < len(self._spans) else (self._given, end)
         if index >= 0:
@@ -167,18 +168,19 @@ class AnswerWriter:
         return next_offset if next_position < end else None
 
     def content_before(self, offset: int) -> int:
-        """Return the position up to which the first `offset` characters of the content reach."""
+        """Return the position after the first `offset` characters of the content."""
         return self._position(offset) if self._spans else 0
 
     @property
     def shown_up_to(self) -> int:
-        """The position up to which no content is held back because a stop string may begin in it."""
+        """The position up to which all content was given out. What comes after it is held back, since a stop string may
+        begin there."""
         held = self._finder.held_chars
         return self._position(self._given - held) if held else self._at + len(self._held)
 
     def push(self, text: str, *, is_mark: bool = False, is_searched: bool = True) -> AnswerParts:
-        """Take in text. is_mark: whether it is a special token. is_searched: whether stop strings count in it. Returns
-        the parts that have become clear."""
+        """Add text of the model. is_mark: whether it is a special token. is_searched: whether stop strings count in it.
+        Returns the parts of the answer that are certain now."""
         if not self.is_stopped:
             end = self._at + len(self._held)
             if is_mark:
@@ -190,7 +192,7 @@ class AnswerWriter:
         return self._take_parts()
 
     def flush(self) -> AnswerParts:
-        """Return the parts that were held back, at the end of the answer."""
+        """End the answer. Returns the parts that were held back."""
         if not self.is_stopped:
             self._advance(final=True)
             self._drop(len(self._held))
@@ -309,8 +311,8 @@ class AnswerWriter:
 
 
 def possible(text: str, *literals: str) -> int:
-    """Return how many characters at the end of `text` may be the beginning of one of the literals, and must be held
-    back."""
+    """Return how many characters at the end of `text` may be the beginning of one of the literals, so that they must be
+    held back until more text comes."""
     longest = max(map(len, literals), default=0)
     tail = text[max(0, len(text) - longest + 1) :]
     if not any(literal[0] in tail for literal in literals):

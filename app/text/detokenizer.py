@@ -11,19 +11,20 @@ BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # a single byte in a sentencep
 
 
 class Detokenizer(Protocol):
-    """A converter of tokens to text, one by one. Never splits a character; the results of all `push` calls and `flush`
-    together equal the result of decoding all ids at once."""
+    """A converter of token ids to text, one by one. It never splits a character; the results of all `push` calls and
+    `flush` together equal the result of decoding all ids at once."""
 
     text_ends: list[int]  # for each pushed token, the number of characters of text complete after it
 
     def push(self, token_id: int) -> str: ...
 
     def settle(self) -> str:
-        """Return what was held back and makes whole characters, before something that is no text."""
+        """Return the text that was held back, as far as it is whole characters. To be called before a mark that is not
+        text."""
         ...
 
     def flush(self) -> str:
-        """Return what was held back, at the end of the answer."""
+        """Return the text that was held back, at the end of the answer."""
         ...
 
 
@@ -102,8 +103,8 @@ class WindowDetokenizer:
 
 
 class StopFinder:
-    """A finder of the stop string that is complete first, however the text is cut into pieces; if several end at the
-    same character, the longest. Holds back text that may be the start of a stop string."""
+    """A finder of stop strings in text that comes in pieces. It finds the one that ends first; if several end at the
+    same character, the longest. Text that may be the beginning of a stop string is held back."""
 
     def __init__(self, stops: tuple[str, ...]) -> None:
         self.hit = False
@@ -114,7 +115,7 @@ class StopFinder:
         self._emitted = 0
 
     def push(self, text: str) -> str:
-        """Return text that is safe to show; nothing once a stop string was found."""
+        """Add a piece of text. Returns the text that can be shown now; empty once a stop string was found."""
         if self.hit:
             return ""
         if not self._stops:

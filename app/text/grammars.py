@@ -159,7 +159,7 @@ def _shown(problem: str, *, hide_place: bool) -> str:
 
 
 def param_of(request: ChatCompletionRequest) -> str:
-    """Return the name of the request field that constrains the answer."""
+    """Return the name of the request field to which an error in the answer's grammar is attributed."""
     if _must_call(request):
         return "tools"
     if request.response_format is not None and request.response_format.type != "text":

@@ -28,20 +28,21 @@ Compiles = Callable[[dict[str, Any]], bool]
 
 
 def forgiven(schema: dict[str, Any], compiles: Compiles) -> dict[str, Any]:
-    """Return a schema without the keywords that cannot be enforced, each where it stands; an empty one if that does not
-    help. The schema is not changed; it is nested no more deeply than a body may be."""
+    """Return a copy of a schema without the keywords that cannot be enforced, wherever in it they are; {} if what is
+    left cannot be compiled either. compiles: tells whether a schema can be enforced. The schema must be nested no more
+    deeply than a body may be."""
     found = _Forgiver(schema, compiles).forgiven(schema)
     return found if isinstance(found, dict) and compiles(found) else {}
 
 
 def without_unknown_formats(schema: Any) -> Any:
-    """Return a schema in which no text has a format that cannot be enforced: to JSON Schema a format is an
-    annotation."""
+    """Return a copy of a schema without the `format` keywords that cannot be enforced. To JSON Schema they are
+    annotations."""
     return _map_schemas(schema, _without_unknown_format)
 
 
 def has_inexact_number(schema: Any) -> bool:
-    """Return whether a schema compares answers with an integer that would be rounded."""
+    """Return whether a schema compares answers with an integer that a double cannot hold exactly."""
     found = False
 
     def look(part: dict[str, Any]) -> dict[str, Any]:

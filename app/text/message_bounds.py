@@ -26,8 +26,8 @@ MAX_GAP_CHARS = 1024
 
 
 class MessageBounds:
-    """A finder of message boundaries, which remembers gaps. Must be used by one thread. mark: a text that no message
-    contains and no template filter changes."""
+    """A finder of the places at which messages begin in a rendered text. It remembers the texts between contents
+    (gaps). Must be used by one thread. mark: a text that no message contains and no template filter changes."""
 
     def __init__(self, *, mark: str) -> None:
         self._mark = mark
@@ -39,8 +39,8 @@ class MessageBounds:
     def find(
         self, text: str, messages: list[Message], *, first: int, render: Render, template: bytes
     ) -> list[int] | None:
-        """Return the character offsets in `text`, rendered from `messages`, where each of messages[first:] and then the
-        answer begin; None if the template does not allow to tell. `template`: its digest."""
+        """Return the character offsets in `text` at which each of messages[first:], and then the answer, begin. None if
+        they cannot be told. text: rendered from `messages`. render: the template. template: its digest."""
         ending = _ending(messages, first, template)
         known = self._endings.get(ending) if ending is not None else None
         if ending is not None and known is not None:

@@ -23,14 +23,16 @@ _SEPARATOR = "\n\n"
 
 @dataclass(frozen=True, slots=True)
 class Ordered:
-    """Messages for the template. places: for each message that was given, the index of the one that holds it."""
+    """The messages in the order for the template. places: for each original message, the index of the message that
+    holds it."""
 
     messages: list[Message]
     places: tuple[int, ...]
 
 
 def ordered(messages: list[Message], traits: TemplateTraits) -> Ordered:
-    """Return the messages in an order that the template takes; the very list if it takes theirs."""
+    """Return the messages in an order that the template takes. They are the original list if the template takes
+    that."""
     groups: list[list[Message]] = []  # messages that become one
     places: list[int] = []
     joined, in_results = traits.joined, traits.reminds_in_results

@@ -6,7 +6,8 @@ from typing import Any
 
 
 def plain_text(text: str) -> str:
-    """Return text that has a UTF-8 form: surrogates that make a pair become its character, and others U+FFFD."""
+    """Return text that can be encoded as UTF-8: surrogates that form a pair become their character, and others
+    U+FFFD."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -24,8 +25,8 @@ def json_text(value: object) -> str:
 
 
 def read_json(text: str) -> Any:
-    """Return the value of JSON. A number that is too large, or that JSON does not have, is a string: its text. Line
-    ends may stand in strings. Raises ValueError or RecursionError."""
+    """Decode JSON leniently. A number that is too large, NaN or Infinity becomes a string with its text, and strings
+    may contain line ends. Raises ValueError or RecursionError."""
     return json.loads(text, strict=False, parse_float=_number, parse_constant=str)
 
 

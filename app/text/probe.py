@@ -18,8 +18,8 @@ Render = Callable[[list[Message], Tools | None, dict[str, Any], bool], str]
 
 
 class Outcome(StrEnum):
-    """The fate of a probe's words. `MOVED`: all of them were rendered, but in another order than that of the
-    messages."""
+    """The result of a probe: what a template does with the words that a probe's messages contain. `MOVED`: it renders
+    all of them, but in another order than that of the messages."""
 
     KEPT = "kept"
     MOVED = "moved"
@@ -33,19 +33,19 @@ class Outcome(StrEnum):
 
 
 class Probe:
-    """A template under examination."""
+    """A chat template that is examined by rendering small conversations."""
 
     def __init__(self, render: Render, *, in_parts: bool = False) -> None:
         """Set up. in_parts: give the content of messages as a list of parts."""
         self._render, self._in_parts = render, in_parts
 
     def text(self, messages: list[Message], tools: Tools | None = None, *, opens: bool = False, **args: Any) -> str:
-        """Return what the template renders; nothing if it refuses. opens: whether to open an answer. args: its
-        arguments."""
+        """Return what the template renders; empty if it refuses. opens: whether to add the opening of an answer. args:
+        further arguments of the template."""
         return self._rendered(messages, tools, args, opens) or ""
 
     def outcome(self, messages: list[Message], words: Sequence[str], tools: Tools | None = None) -> Outcome:
-        """Return what becomes of `words`, which are in the messages in this order."""
+        """Return what the template does with `words`, which are in `messages` in this order."""
         text = self._rendered(messages, tools, {}, True)
         if text is None:
             return Outcome.REFUSED

@@ -10,8 +10,8 @@ _WORDS = tuple(f"probe-{letter}-word" for letter in "abcde")  # no template hold
 
 @dataclass(frozen=True, slots=True)
 class TemplateTraits:
-    """The outcomes of probes with messages that many templates do not expect. `MOVED` means that it puts a message at
-    another place, such as the beginning, so that a new message changes the text of the past."""
+    """The results of probes: what a template does with messages that many templates do not expect. `MOVED` means that
+    it puts a message at another place, such as the beginning, so that a new message changes the text before it."""
 
     system: Outcome = Outcome.KEPT  # a system message at the beginning
     systems: Outcome = Outcome.KEPT  # two of them
@@ -30,7 +30,8 @@ class TemplateTraits:
 
     @property
     def joined(self) -> frozenset[tuple[str, str]]:
-        """The pairs of roles whose messages must not follow each other."""
+        """The pairs of roles whose messages the template does not take one after the other, so that they have to be
+        joined."""
         pairs = {
             ("system", "system"): self.systems,
             ("user", "user"): self.user_after_user,
@@ -41,12 +42,14 @@ class TemplateTraits:
 
     @property
     def reminds_in_results(self) -> bool:
-        """Whether a reminder after the result of a call has to stand in the result: as a user's message it would take
-        the thoughts of the turn out of the prompt, and all from the first of them on would be computed again."""
+        """Whether a reminder after a call's result has to be put into that result. As a user's message it would make
+        the template leave the turn's thoughts out, and the prompt from the first of them on would have to be computed
+        again."""
         return self.thought_before_user is not Outcome.KEPT
 
     def described(self, with_tools: "TemplateTraits") -> dict[str, str]:
-        """Return each outcome by its name, for people: the worse of this one and that of requests with tools."""
+        """Return for each trait the worse of two outcomes, as a word for people: of this one and of `with_tools`, the
+        traits for requests with tools."""
         pairs = {field.name: (getattr(self, field.name), getattr(with_tools, field.name)) for field in fields(self)}
         return {name: str(max(pair, key=_SEVERITY.index)) for name, pair in pairs.items()}
 
@@ -55,7 +58,8 @@ TAKES_ALL = TemplateTraits()
 
 
 def content_traits(render: Render) -> TemplateTraits:
-    """Return how a template takes content: the first part of an examination. `with_orders` is the second."""
+    """Return the traits that concern content: whether the template takes texts and lists of parts. `with_orders` adds
+    the others."""
     probe, message = Probe(render), _said("user", 0)
     text, parts = probe.outcome([message], _WORDS[:1]), probe.outcome([as_parts(message)], _WORDS[:1])
     shown = probe.text([as_parts(message)], opens=True)
@@ -67,10 +71,10 @@ def content_traits(render: Render) -> TemplateTraits:
 def with_orders(
     traits: TemplateTraits, probe: Probe, *, tools: Tools | None, called: list[Message] | None, thought: str
 ) -> TemplateTraits:
-    """Return the traits with those of orders, for requests with tools or without. called: a conversation that ends with
-    the result of a call, as the template takes it; None if it takes no results. thought: what `called` says as the
-    thought of its call. A template that does not show even one user's message cannot be examined, and counts as one
-    that takes all."""
+    """Return `traits` with the traits that concern the order of messages, for requests with tools or without. called: a
+    conversation that ends with the result of a call, as the template takes it; None if it takes no results. thought:
+    the thought that the call in `called` has. A template that does not show even one user's message cannot be examined,
+    and counts as one that takes all."""
     if not (traits.text.is_shown or traits.parts.is_shown):
         return traits
 

@@ -30,8 +30,8 @@ class ThinkingSwitch:
     efforts: tuple[str, ...] = ()
 
     def args(self, *, thinks: bool | None, effort: str | None) -> dict[str, Any]:
-        """Return the template's arguments for a wish. thinks: whether the model is to think; effort: how much, one of
-        EFFORTS; None where the request does not say. An argument that would change nothing is left out, because
+        """Return the template's arguments for what a request wants. thinks: whether the model is to think. effort: how
+        much, one of EFFORTS. None: the request does not say. Arguments that change nothing are left out, because
         requests with other arguments are other conversations."""
         if thinks is None and effort is not None:
             # What a template with a mere switch can do for "few or no thoughts" is to have none.
@@ -52,7 +52,8 @@ NO_SWITCH = ThinkingSwitch()
 
 
 def switch_of(probe: Probe, tools: Tools | None) -> ThinkingSwitch:
-    """Examine a template. tools: a tool that it renders; None if it renders none."""
+    """Find out by which arguments a template turns thinking on and off. tools: a tool that it renders; None if it
+    renders none."""
 
     def shown(**args: Any) -> tuple[str, ...]:
         return tuple(

@@ -4,9 +4,8 @@ REPLACEMENT = "\ufffd".encode()  # stands in a text for bytes that are no charac
 
 
 class TokenOffsets:
-    """A finder of the places of tokens in one text, which may come piece by piece. Tokens of which the text shows
-    nothing, such as special ones, lie where the next token begins; one that begins within a character lies at that
-    character."""
+    """A finder of the places of tokens in one text, which may come piece by piece. Tokens without text, such as special
+    ones, get the place of the next token; a token that begins within a character gets that character's place."""
 
     def __init__(self) -> None:
         self._text = bytearray()

@@ -53,8 +53,8 @@ class ChatTokenizer:
         thoughts: str = AUTO,
         media_ids: Collection[int] = (),
     ) -> None:
-        """Set up. calls, thoughts: the families in whose form the model writes them; AUTO: those that it shows.
-        media_ids: tokens that stand for images and the like, which the model cannot read."""
+        """Set up. calls, thoughts: names of the families in whose form the model writes calls and thoughts; AUTO: those
+        that its template shows. media_ids: tokens that stand for images and the like, which the model cannot read."""
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
@@ -201,7 +201,8 @@ class ChatTokenizer:
         return self._encode(text, follows=True)
 
     def problem_of_media(self, token_ids: Collection[int]) -> str | None:
-        """Return why a prompt cannot be taken that has a token of an image or the like; None if it has none."""
+        """Return why a prompt with a token for an image or the like cannot be taken; None if the prompt has no such
+        token."""
         if not (found := self.media_ids.intersection(token_ids)):
             return None
         first = min(found)

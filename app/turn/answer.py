@@ -20,7 +20,7 @@ from reprise.engine.messages import (
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """The next piece of one choice."""
+    """The next piece of one choice's answer: what the client is shown next, and the tokens behind it."""
 
     choice: int
     parts: AnswerParts
@@ -37,7 +37,8 @@ class Delta:
 
 
 class Answer:
-    """The text of one choice: takes in tokens, and gives out text and logprobs that are safe to show."""
+    """The answer of one choice. It takes tokens and returns the text and log probabilities that can be shown; text that
+    might still change is held back."""
 
     def __init__(
         self,
@@ -76,7 +77,7 @@ class Answer:
 
     @property
     def content(self) -> str:
-        """The part of the text that is for the user."""
+        """The text for the user, without reasoning and calls."""
         return self._parser.content
 
     @property
@@ -101,7 +102,7 @@ class Answer:
 
     @property
     def said(self) -> list[TextPiece | Call]:
-        """The texts, thoughts and calls so far, in the order in which the model wrote them."""
+        """The texts, thoughts (reasoning) and calls so far, in the order in which the model wrote them."""
         return self._parser.said
 
     @property
@@ -120,11 +121,12 @@ class Answer:
 
     @property
     def kept_tokens(self) -> int:
-        """Number of leading tokens whose whole text is in the answer."""
+        """Number of leading tokens whose text is all in the answer: every token, or those before a stop string."""
         return tokens_within(self.text_ends, len(self.text)) if self.stopped_by_string else len(self.token_ids)
 
     def push(self, output: Output) -> Delta | None:
-        """Take in tokens. Returns what there is to show, or None. Tokens after a stop string are dropped."""
+        """Add the tokens of an output of the engine. Returns what can be shown of them, None if nothing. Tokens after a
+        stop string are dropped."""
         parts = AnswerParts()
         for position, token_id in enumerate(output.token_ids):
             self.token_ids.append(token_id)
@@ -179,14 +181,14 @@ class Answer:
         return position - (before[-1] if before else 0)
 
     def take_new(self) -> tuple[list[int], list[TokenLogprob] | None]:
-        """Return the tokens taken in since the last call, with their logprobs."""
+        """Return the tokens that were added since the last call, with their log probabilities."""
         taken = self._new_ids, self._new_logprobs
         self._new_ids, self._new_logprobs = [], []
         return taken
 
     def note(self, output: Output) -> None:
-        """Record what an output reports about the prompt and its timings. For an answer that another server began, the
-        report of that server is kept, and only the count of truncated tokens is updated."""
+        """Record what the engine reports with an output: where the prompt's KV came from, and timings. For an answer
+        that another server began, the report of that server is kept; only its count of truncated tokens is updated."""
         self.accepted_predictions += output.accepted_predictions
         self.rejected_predictions += output.rejected_predictions
         if not self.is_resumed or self.report is None:
@@ -200,8 +202,8 @@ class Answer:
         self._flush_text(AnswerParts())
 
     def note_prompt(self, values: list[TokenLogprob], token_ids: list[int]) -> None:
-        """Record the log-probabilities of the prompt's tokens. token_ids: all of the prompt. values: one for each token
-        after the first, which has none."""
+        """Record the log probabilities of the prompt's tokens. token_ids: the whole prompt. values: one for each of its
+        tokens but the first, which has none."""
         self.prompt_logprobs = [
             self._logprob(token_id, value) for token_id, value in zip(token_ids[1:], values, strict=True)
         ]
@@ -214,7 +216,8 @@ class Answer:
             self._cut()
 
     def token_entry(self, token_id: int, logprob: float | None = None) -> dict[str, Any]:
-        """Return a token in the form that clients see. logprob: None for the first token of a prompt."""
+        """Return a token with its text, its bytes and its log probability, as an answer's `logprobs` show it. logprob:
+        None for the first token of a prompt, which has none."""
         text, raw = self._tokenizer.token_text(token_id)
         # JSON has no infinity; OpenAI reports a token outside the distribution as -9999.
         value = None if logprob is None else max(logprob, -9999.0)

@@ -37,8 +37,8 @@ class Deadline:
         return asyncio.timeout(self.at_s - time.monotonic())
 
     def error(self, *, retry_after_s: float) -> ApiError:
-        """Return the error for a missed deadline, by its cause: a client that allowed less time than needed, or a
-        server that was too slow."""
+        """Return the error for a request that missed this deadline: that its client allowed too little time, if the
+        client set the deadline, else that the server is overloaded."""
         if self.by_client:
             return request_timeout(self.timeout_s)
         return overloaded(retry_after_s, message=f"The answer was not complete within {self.timeout_s:g} s.")

@@ -34,8 +34,8 @@ from reprise.engine.process.client import EngineLost
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """A request that was admitted: its tenant, model, deadline, weight and target, and the ticket for the places (one
-    per choice) that it holds."""
+    """A request that was admitted, with all that was decided about it before its prompt is made. `ticket` holds its
+    places, one for each choice."""
 
     tenant: str
     arrived_s: float  # monotonic clock
@@ -49,7 +49,7 @@ class Admitted:
 
     @property
     def target_left_s(self) -> float | None:
-        """Seconds from now within which its first token is wanted; None if it has no target."""
+        """Seconds that are left of the target for its first token, at least 0; None if it has no target."""
         if self.ttft_target_ms is None:
             return None
         return max(0.0, self.arrived_s + self.ttft_target_ms / 1e3 - time.monotonic())
@@ -122,8 +122,8 @@ class Generation(AsyncIterator[Delta]):
 
     @property
     def report(self) -> TokensBySource | None:
-        """The report of where the prompt's KV came from, of the first choice that has one. That choice paid for the
-        prompt; the others found it cached."""
+        """The report of where the prompt's KV came from. It is that of the first choice that has one: this choice
+        loaded or computed the prompt, and the others found it in HBM."""
         return next((choice.report for choice in self.choices if choice.report is not None), None)
 
     @property
@@ -137,7 +137,7 @@ class Generation(AsyncIterator[Delta]):
 
     def replayed(self) -> None:
         """Record in the transcripts the choices that had already ended on the server where the turn began. To be called
-        when their tokens were replayed into this generation."""
+        after their tokens were replayed into this generation."""
         for choice in self.choices:
             if choice.index not in self._open:
                 self._end_record(choice)
@@ -189,8 +189,8 @@ class Generation(AsyncIterator[Delta]):
         await self._outputs.aclose()
 
     def may_have_said(self, content: str) -> bool:
-        """Return whether the text of one of the choices so far begins with `content`: then this may be the answer that
-        a client has interrupted and sent back."""
+        """Return whether the text of a choice begins with `content`, so that it may be the answer that a client has
+        interrupted and now sends back."""
         return any(choice.content.startswith(content) for choice in self.choices)
 
     async def _next(self) -> Delta | None:

@@ -22,7 +22,8 @@ class ManyPrompts(AsyncIterator[Delta]):
         self._upcoming: asyncio.Task[_Item] | None = None
 
     async def wait_first(self, timeout_s: float) -> None:
-        """Wait up to `timeout_s` for the first delta of each prompt, as `Generation.wait_first` does."""
+        """Wait up to `timeout_s` for the first delta of any prompt, so that an error before it can still be answered
+        with a status. Raises what a generation has raised by then."""
         self._start()
         self._upcoming = asyncio.create_task(self._items.get())
         done, _ = await asyncio.wait({self._upcoming}, timeout=timeout_s)

@@ -41,7 +41,7 @@ class TurnObserver:
     tokens, so return at once."""
 
     def opened(self, turn: ObservedTurn) -> None:
-        """Note that the engine has the turn. `closed` follows."""
+        """Note that the turn was submitted to the engine. `closed` is called when it ends."""
 
     def first_token(self, turn: ObservedTurn, answer: Answer) -> None:
         """Note that the first tokens of an answer have come. Its report says where the KV of the prompt came from."""

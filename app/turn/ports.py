@@ -60,8 +60,8 @@ def codec_in_use(model: ModelInfo, stats: Stats | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """The id and time of a turn's beginning, which its answer tells the client, and the tokens paid for on the server
-    where it began."""
+    """The id and time of a turn's beginning, which its answer shows to the client, and the number of tokens that were
+    counted against its key on the server where it began."""
 
     request_id: str
     created: int  # unix time
@@ -170,12 +170,12 @@ class TurnHooks(Protocol):
         ...
 
     def begin(self, submit: Submit, *, keep_s: float | None) -> Begun:
-        """Note that the engine has got the turn. keep_s: the session's time to live in seconds, if the client gave
-        one."""
+        """Note that the turn was submitted to the engine. keep_s: the session's time to live in seconds, if the client
+        gave one."""
         ...
 
     def spend(self, tokens: int) -> None:
-        """Note tokens that the tenant has used."""
+        """Count tokens that the tenant has used."""
         ...
 
     async def end(self, turn: RunningTurn) -> None:
@@ -193,7 +193,8 @@ class ArrivedRequest(Protocol):
 
     @property
     def elapsed_s(self) -> float:
-        """The seconds from the client's sending to the arrival here. Known when the body has been opened."""
+        """The seconds from the arrival of the client's request at a gateway until it was sent here, if it resumes an
+        answer that another server began; 0 for other requests. Known when the body has been opened."""
         ...
 
     @property
@@ -219,7 +220,8 @@ class ArrivedRequest(Protocol):
         ...
 
     def turn(self, place: int) -> TurnHooks:
-        """Return the hooks of a turn. place: index of its prompt, where a request has several. Raises ApiError."""
+        """Return the hooks of one turn of this request. place: index of the turn's prompt, if the request has several.
+        Raises ApiError."""
         ...
 
     def stream(self, deltas: Deltas, frames: Frames) -> tuple[Deltas, Frames]:
@@ -265,7 +267,7 @@ class ServerHooks(Protocol):
         ...
 
     async def run(self) -> None:
-        """Do the fleet's work beside requests, until cancelled or done."""
+        """Do the work that connects this server with the fleet, such as reports to it, until cancelled or done."""
         ...
 
     async def leave(self) -> None:

@@ -57,7 +57,7 @@ def narrowed(request: R, caller: Caller) -> R:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A request with its prompt, in the form that the engine needs."""
+    """A request with its prompt and everything else that the engine's message is made of."""
 
     request: GenerationRequest
     prompt: PreparedPrompt
@@ -76,8 +76,8 @@ class Prepared:
     prediction: Sequence[int] = ()
 
     def as_submit(self, *, tenant: str, sampling: SamplingParams, weight: float, target_s: float | None) -> Submit:
-        """Return the message to the engine. weight: the request's share of the engine, relative to requests of weight
-        1. target_s: seconds within which its first token is wanted."""
+        """Return the message that submits the request to the engine. weight: the request's share of the engine,
+        relative to requests of weight 1. target_s: seconds within which its first token is wanted."""
         request = self.request
         return Submit(
             request_id=f"{self.id_prefix}-{secrets.token_hex(12)}",
@@ -101,7 +101,7 @@ class Prepared:
         )
 
     def answers(self, tokenizer: ChatTokenizer) -> list[Answer]:
-        """Return an empty answer for each choice that the request asks for."""
+        """Return one `Answer`, still empty, for each choice that the request asks for."""
         request = self.request
         return [
             Answer(
@@ -130,7 +130,8 @@ async def prepare_chat(
     limits: TokenLimits,
     cache: CacheSettings,
 ) -> Prepared:
-    """Render and tokenize a chat, using the recorded ids of its earlier answers. Raises ApiError."""
+    """Render and tokenize a chat. Where the chat repeats recorded answers, their recorded token ids are used. Raises
+    ApiError."""
     if sum(len(message.content) for message in request.messages) > limits.prompt * MAX_TOKEN_CHARS:
         raise limits.too_long(None)
     if not tokenizer.has_chat_template:
@@ -243,7 +244,7 @@ class Prompt:
 
 
 def prepare_text(request: CompletionRequest, prompt: Prompt, session_id: str | None) -> Prepared:
-    """Prepare a text completion. Only its KV is kept, which later requests find by its tokens."""
+    """Prepare a text completion. Nothing is recorded of it; later requests find only its KV, by its tokens."""
     session_id = session_id or f"cmpl_{secrets.token_hex(13)}"
     return Prepared(
         request=request,

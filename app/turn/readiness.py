@@ -81,7 +81,8 @@ class Readiness:
             self._loaded.set()
 
     def fail(self, problem: str) -> None:
-        """Take no requests any more, for a reason that only a person can mend: the server ends with it."""
+        """Take no more requests, for a reason that only an operator can remove. The server then ends. problem: that
+        reason."""
         self.failure = problem
         self._loaded.set()
 
@@ -118,7 +119,8 @@ class Readiness:
 
     @property
     def template_outcomes(self) -> dict[str, str]:
-        """The outcome of each kind of message in the chat template; empty for a model without one."""
+        """What the chat template does with each kind of message that many templates do not expect; empty for a model
+        without a template. To be asked only once the model is loaded."""
         assert self._tokenizer is not None
         return self._tokenizer.form.found.described if self._tokenizer.has_chat_template else {}
 
@@ -150,8 +152,8 @@ class Readiness:
         return list(dict.fromkeys((self.require_loaded().name, *aliases)))
 
     def find_model(self, name: str | None) -> ModelInfo:
-        """Return the model by its name or an alias; without a name, the one that there is. Raises ApiError 404, or 503
-        until it has been loaded once."""
+        """Return the served model if `name` is its name or an alias, or None. Raises ApiError 404 for another name, or
+        503 until the model has been loaded once."""
         model = self.require_loaded()
         if name is None or name in self.names or ANY_NAME in self._aliases:
             return model

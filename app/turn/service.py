@@ -78,7 +78,8 @@ class TurnService:
         return await self._begin(request, caller, prepare)
 
     async def chat_tokens(self, request: ChatCompletionRequest, caller: Caller) -> list[int]:
-        """Return the token ids of the prompt that `generate` would submit. Takes a place meanwhile."""
+        """Return the token ids of the prompt that `generate` would submit. Occupies one of the tenant's places until it
+        returns."""
         request = narrowed(request, caller)
         self._readiness.require()
         model = self._readiness.find_model(request.model)
@@ -90,7 +91,7 @@ class TurnService:
             ticket.leave()
 
     async def text_tokens(self, texts: list[str], caller: Caller, *, add_special_tokens: bool) -> list[list[int]]:
-        """Return the token ids of texts. Takes a place meanwhile."""
+        """Return the token ids of texts. Occupies one of the tenant's places until it returns."""
         model, tokenizer = self._readiness.require()
         longest = max(self._settings.limits.prompt_tokens, model.max_context)
         if sum(map(len, texts)) > longest * MAX_TOKEN_CHARS or any(tokenizer.exceeds(text, longest) for text in texts):
@@ -102,12 +103,12 @@ class TurnService:
             ticket.leave()
 
     async def hand_over(self) -> None:
-        """End the generations that another server continues."""
+        """Stop the generations that another server of the fleet can continue, so that it does."""
         for generation in [generation for generation in self.generations if generation.hooks.can_move]:
             await generation.hand_over()
 
     async def close(self) -> None:
-        """End all generations where they are."""
+        """End all generations, however far their answers have come."""
         for generation in list(self.generations):
             await generation.aclose()
 

@@ -42,7 +42,8 @@ class SessionCommands:
         self._under_way: set[asyncio.Task[None]] = set()  # tasks of `keep`
 
     async def ask(self, action: str, *, tenant: str = "", **fields: Unpack[Question]) -> SessionReply:
-        """Ask the engine. action: see `reprise.engine.messages.SessionRequest`. Raises ApiError."""
+        """Send a request about sessions to the engine and return its reply. action: see
+        `reprise.engine.messages.SessionRequest`. Raises ApiError."""
         request_id = f"sessions-{secrets.token_hex(12)}"
         request = SessionRequest(request_id=request_id, tenant=tenant, action=action, **fields)
         self._readiness.require_engine()
@@ -61,8 +62,8 @@ class SessionCommands:
     async def patch(
         self, session_id: str, *, tenant: str, pinned: bool | None = None, ttl_s: float | None = None
     ) -> SessionReply:
-        """Pin a session or change its time to live, for its KV and its transcript: without the transcript the KV would
-        not be found. Raises ApiError."""
+        """Pin a session or change its time to live, for its KV and its transcript. Both must live equally long: without
+        the transcript the KV would not be found. Raises ApiError."""
         reply = await self.ask("patch", tenant=tenant, session_id=session_id, pinned=pinned, ttl_s=ttl_s)
         for info in reply.sessions:
             kept_s = None if info.expires_s is None else info.expires_s - info.last_used_s
@@ -71,19 +72,20 @@ class SessionCommands:
         return reply
 
     async def chats(self, *, tenant: str, cache_salt: str, after: str, limit: int) -> list[KeptChat]:
-        """Return the conversations whose messages are kept, by session id, from the one after `after` on."""
+        """Return the conversations whose messages are stored and whose session id comes after `after`, in the order of
+        these ids."""
         domains = domains_of(tenant, cache_salt)
         return await self._transcripts.chats(domains, after=after, now=time.time(), limit=limit)
 
     async def messages(
         self, session_id: str, *, tenant: str, cache_salt: str, after: int, limit: int
     ) -> MessagePage | None:
-        """Return messages of a session, from the one after the place `after` on; None if none are kept of it."""
+        """Return the stored messages of a session after the message at index `after`; None if there are none."""
         domains = domains_of(tenant, cache_salt)
         return await self._transcripts.messages(domains, session_id, after=after, now=time.time(), limit=limit)
 
     async def entitle(self, session_id: str, *, tenant: str, title: str | None) -> bool:
-        """Give a session a title, or take it away. Returns False if no messages are kept of it."""
+        """Set the title of a session; None removes it. Returns False if no messages of the session are stored."""
         return await self._transcripts.entitle(session_id, tenant=tenant, title=title)
 
     async def delete(self, session_id: str, *, tenant: str) -> None:
@@ -91,7 +93,7 @@ class SessionCommands:
         await self.hooks.delete(session_id, tenant=tenant)
 
     async def delete_here(self, session_id: str, *, tenant: str) -> None:
-        """Delete the KV, then the transcript, which may be there without KV. Raises ApiError."""
+        """Delete a session's KV and transcript on this server. Raises ApiError, 404 if there is neither."""
         missing: ApiError | None = None
         try:
             await self.ask("delete", tenant=tenant, session_id=session_id)
@@ -103,8 +105,7 @@ class SessionCommands:
             raise missing
 
     def keep(self, session_id: str, *, tenant: str, ttl_s: float) -> None:
-        """Set a session's time to live in the background. It is a client's wish and no promise: failures are
-        ignored."""
+        """Set a session's time to live in the background. Failures are ignored."""
         task = asyncio.create_task(self._keep(session_id, tenant, ttl_s))
         self._under_way.add(task)
         task.add_done_callback(self._under_way.discard)

@@ -18,7 +18,8 @@ CLOSING_S = 1.0  # a stream whose client has hung up closes within this; one tha
 def sent_back(
     under_way: Iterable[Generation], request: ChatCompletionRequest, prompt: PreparedPrompt
 ) -> list[Generation]:
-    """Return the generations `under_way` whose answer so far begins with the last answer in the request."""
+    """Return those of the generations `under_way` that the request's last answer may have been cut from: their prompt
+    is the same, and their answer so far begins with it."""
     if not prompt.answered:
         return []
     said = next(message.content for message in reversed(request.messages) if message.role == "assistant")
@@ -30,7 +31,7 @@ def sent_back(
 
 
 async def wait_closed(generations: Sequence[Generation]) -> None:
-    """Wait until all of these generations are recorded, or CLOSING_S is over."""
+    """Wait until the answers of these generations are recorded, at most CLOSING_S."""
     closing = [asyncio.create_task(generation.closed.wait()) for generation in generations]
     try:
         await asyncio.wait(closing, timeout=CLOSING_S)

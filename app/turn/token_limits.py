@@ -24,20 +24,22 @@ class TokenLimits:
         return cls(model.max_context, False, model.max_context, 0)
 
     def too_long(self, prompt_tokens: int | None, *, param: str = "messages") -> ApiError:
-        """Return the error that refuses a prompt. prompt_tokens: None if it has too many to count. param: its field."""
+        """Return the error for a prompt that is too long. prompt_tokens: None if it has too many to count. param: the
+        request's field that holds the prompt."""
         refusal = prompt_too_long if self.truncates else context_length_exceeded
         return refusal(self.prompt, prompt_tokens, param=param)
 
     def answer(self, asked: int | None, *, prompt_tokens: int) -> int:
-        """Return the length of the longest answer to a prompt. asked: the most that the request asks for."""
+        """Return the most tokens that the answer to a prompt may have. asked: the most that the request asks for; None:
+        it does not say."""
         return answer_limit(
             asked, room=self.window - prompt_tokens, window=self.window, beyond_window=self.beyond_window
         )
 
 
 def answer_limit(asked: int | None, *, room: int, window: int, beyond_window: int) -> int:
-    """Return the length, in tokens, of the longest answer where `room` tokens are left in the window. asked: the most
-    that the request asks for, or None.
+    """Return the most tokens that an answer may have where `room` tokens are left in the window. asked: the most that
+    the request asks for, or None.
 
     beyond_window: 0 if a full window ends the answer. Otherwise history is dropped to make room: a request may ask for
     up to `beyond_window` tokens, and one that asks for nothing gets `room` or an eighth of the window, whichever is

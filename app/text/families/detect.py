@@ -37,7 +37,7 @@ _NO_ARGS: dict[str, Any] = {}
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The form of a model, as far as its template shows it."""
+    """The form in which a model takes tools and writes calls and thoughts, as far as its template shows it."""
 
     calls: Family = OWN
     thoughts: Thoughts | None = THINK
@@ -65,7 +65,7 @@ class Found:
 
     @property
     def described(self) -> dict[str, str]:
-        """Return what becomes of each kind of message, for people."""
+        """Return for each kind of message what the template does with it, as words for people."""
         lost, kept = Outcome.LOST, Outcome.KEPT
         return {
             **self.traits.described(self.traits_with_tools),
@@ -77,8 +77,8 @@ class Found:
 
 
 def find(render: Render | None, tokens: Iterable[str], *, calls: str = AUTO, thoughts: str = AUTO) -> Found:
-    """Examine a model. render: its template, if it has one. tokens: the texts of its added tokens. calls, thoughts: the
-    names that overrule what is found."""
+    """Find out the form of a model by rendering probes. render: its chat template, if it has one. tokens: the texts of
+    its added tokens. calls, thoughts: names of families to use whatever the template shows, or AUTO."""
     found = Found() if render is None else _examined(render, "\n".join(tokens))
     if calls != AUTO:
         family = FAMILIES[calls]

@@ -63,8 +63,8 @@ class HarmonyParser(AnswerWriter):
     """
 
     def __init__(self, wanted: Wanted, *, in_thought: bool, tokens: frozenset[str] = frozenset()) -> None:
-        """Set up. in_thought: whether the prompt has already opened a thought. tokens: the marks that are special
-        tokens; text that looks like one of them is text."""
+        """Set up. in_thought: whether the prompt ends with an opened thought. tokens: the marks that are special
+        tokens; text that merely looks like one of them is text."""
         super().__init__(wanted)
         self._tokens = tokens
         self._step = self._body if in_thought else self._beginning

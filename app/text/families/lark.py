@@ -14,7 +14,7 @@ _DEFINITIONS = ("$defs", "definitions")
 
 
 class TooLarge(Exception):
-    """A grammar that has more characters than its maker may use."""
+    """The grammar would have more characters than allowed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +29,8 @@ class OfferedTool:
 
 class Lark:
     """A grammar under construction. special_ids: the ids of special tokens by their texts. A special token in a grammar
-    has to be named by its id, because its text would stand for the plain tokens that spell it. max_chars: how long all
-    rules may be together; the method that adds one too many raises TooLarge."""
+    has to be named by its id, because its text would stand for the plain tokens that spell it. max_chars: the most
+    characters that all rules may have together; a method that would exceed it raises TooLarge."""
 
     def __init__(self, special_ids: Mapping[str, int], *, max_chars: int) -> None:
         self.rules: list[str] = []
@@ -41,13 +41,14 @@ class Lark:
         self._special = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
     def rule(self, name: str, body: str, attribute: str = "") -> str:
-        """Add a rule under a name of its own, which is returned. attribute: such as `suffix="..."`."""
+        """Add a rule and return its name, which is `name` with a number. body: its expression. attribute: in brackets
+        after the name, such as `suffix="..."`."""
         name = f"{name}{len(self.rules)}"
         self.add(f"{name}{f'[{attribute}]' if attribute else ''}: {body}")
         return name
 
     def add(self, *rules: str) -> None:
-        """Add rules as they are."""
+        """Add complete rules."""
         self._chars_left -= sum(map(len, rules))
         if self._chars_left < 0:
             raise TooLarge
@@ -69,27 +70,28 @@ class Lark:
         return " ".join(parts)
 
     def json(self, schema: dict[str, Any], tool: OfferedTool) -> str:
-        """Return an expression for JSON that follows a schema of a tool; the same one for equal schemas."""
+        """Return an expression for JSON that follows one of a tool's schemas. Equal schemas share one rule."""
         body = json_rule(schema, is_lenient=tool.is_lenient)
         if body not in self._json_rules:
             self._json_rules[body] = self.rule("json", body)
         return self._json_rules[body]
 
     def text_up_to(self, end: str) -> str:
-        """Return an expression for any text up to `end`, and `end` itself."""
+        """Return an expression for any text that ends with `end`."""
         if self._special.match(end):
             return self.joined(r"/(?s:.*)/", self.literal(end))
         return self.rule("text", r"/(?s:.*)/", f"suffix={quoted(end)}")
 
     def repeated(self, before: str, between: str, after: str, calls: Sequence[str], many: bool) -> str:
-        """Return an expression for one of the calls, or for several with `between` between them."""
+        """Return an expression for one of the calls between `before` and `after`; if `many`, for one or more of them
+        with `between` in between."""
         one = self.rule("one", " | ".join(calls)) if len(calls) > 1 else calls[0]
         more = f"({self.joined(self.literal(between), one)})*" if many else ""
         return self.joined(self.literal(before), one, more, self.literal(after))
 
     def members(self, required: Sequence[str], optional: Sequence[str], between: str) -> str:
-        """Return an expression for all that is required and any that is optional, in order, with `between` between two
-        of them; empty if there is nothing."""
+        """Return an expression for all `required` parts and any of the `optional` ones, in this order, with `between`
+        in between; empty if there are no parts."""
         separator = self.literal(between)
         if required:
             first = f" {separator} ".join(required)
@@ -116,7 +118,7 @@ class Property:
 
 
 def num_optional(schema: object) -> int:
-    """Return how many properties an object may leave out by its schema; 0 if the schema does not list any."""
+    """Return how many properties of an object are optional by its schema; 0 if the schema lists no properties."""
     given = schema.get("properties") if isinstance(schema, dict) else None
     if not isinstance(schema, dict) or not isinstance(given, dict):
         return 0
@@ -126,7 +128,7 @@ def num_optional(schema: object) -> int:
 
 
 def most_optional(schema: object) -> int:
-    """Return the largest `num_optional` of an object within a schema."""
+    """Return the largest `num_optional` of all objects within a schema."""
     most, waiting = 0, [schema]
     while waiting:
         value = waiting.pop()
@@ -137,8 +139,8 @@ def most_optional(schema: object) -> int:
 
 
 def loosened(schema: Any, max_optional: int) -> Any:
-    """Return a schema in which objects with more optional properties than that may have any. The schema is not changed;
-    it is nested no more deeply than a body may be."""
+    """Return a copy of a schema in which objects with more than `max_optional` optional properties may have any
+    properties. The schema must be nested no more deeply than a body may be."""
     if isinstance(schema, list):
         return [loosened(inner, max_optional) for inner in schema]
     if not isinstance(schema, dict):
@@ -167,7 +169,7 @@ def properties(schema: dict[str, Any]) -> list[Property] | None:
 
 
 def resolved(schema: object, root: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema, or the one that it refers to in the schema `root`; an empty one if there is none."""
+    """Return a schema; if it is a reference, the schema that this names in `root`; {} if that does not exist."""
     for _ in range(_MAX_REFERENCES):
         if not isinstance(schema, dict):
             return {}

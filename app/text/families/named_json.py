@@ -11,10 +11,10 @@ from reprise.app.text.plain_text import json_text
 
 @dataclass(frozen=True, slots=True)
 class NamedJson:
-    """The shape of named calls.
+    """The shape of calls that are a name and then arguments as JSON.
 
-    open, close: tags around all calls. begin, end: around each. head: matches from `begin` up to the arguments, with
-    groups `name` and, where the model writes ids, `id`. before, after: what the model writes around a call's
+    open, close: tags around all calls. begin, end: tags around each. head: matches from `begin` up to the arguments,
+    with groups `name` and, where the model writes ids, `id`. before, after: what the model writes around a call's
     arguments; `{name}` stands for the name and `{number}` for the call's number. between: what it writes between two
     calls. skipped: what may stand after the arguments beside `end`.
     """

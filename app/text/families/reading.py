@@ -20,10 +20,10 @@ SPACE = re.compile(r"\s*")
 
 
 class Progress(Enum):
-    """A reader's verdict on the text that it has not taken.
+    """The state of a reader after a read.
 
-    MORE: it needs more text. OVER: its calls are complete, the text is the answer's. TEXT: the text is no call after
-    all, and belongs to the answer.
+    MORE: it needs more text. OVER: its calls are complete, and the text that it has not taken is the answer's. TEXT:
+    what looked like a call is none, and the text belongs to the answer.
     """
 
     MORE = auto()
@@ -32,10 +32,11 @@ class Progress(Enum):
 
 
 class Calls(Protocol):
-    """The calls of an answer, to which readers add."""
+    """The calls of an answer. Readers add calls to it while they read them."""
 
     def knows(self, name: str) -> bool:
-        """Return whether this function may be called. What looks like a call to another one stays text."""
+        """Return whether a function of this name may be called. Text that looks like a call to another one stays
+        text."""
         ...
 
     def schema(self, name: str) -> dict[str, Any]:
@@ -45,25 +46,26 @@ class Calls(Protocol):
     def begin(self, name: str, call_id: str = "") -> None: ...
 
     def add(self, arguments: str) -> None:
-        """Add to the JSON text of the current call's arguments."""
+        """Append to the arguments of the current call, which are JSON."""
         ...
 
 
 class Reader(Protocol):
-    """A reader of one call, or of a run of calls."""
+    """A parser of one call, or of several in a row, from text that comes in pieces."""
 
     def read(self, text: str, calls: Calls, *, final: bool) -> tuple[int, Progress]:
-        """Return how many characters were taken, and what is to be said of the rest. text: from the marker on, or else
-        from where the last read ended. final: no more text will come."""
+        """Read text and add the calls in it to `calls`. Returns how many characters were taken, and the state. text:
+        from the marker on that may open a call, or else from where the last read ended. final: whether no more text
+        will come."""
         ...
 
 
 class Steps(ABC):
-    """A reader made of steps. A step looks at `text[at:]`, moves `at` past what it has taken, and either names the next
-    step and returns None, or returns what is to be said of the rest.
+    """A reader made of steps. A step looks at `text[at:]` and moves `at` past what it has taken. It either names the
+    next step (`then`) and returns None, or returns the state in which the read ends.
 
-    Before `_begin` nothing is certain: unless a step returns OVER, nothing counts as taken, and the next read starts
-    anew.
+    Until a step calls `begin` it is not certain that a call is there: unless a step returns OVER, nothing counts as
+    taken, and the next read starts anew.
     """
 
     def __init__(self) -> None:
@@ -79,7 +81,7 @@ class Steps(ABC):
 
     @abstractmethod
     def open(self) -> Progress | None:
-        """Read the marker: the first step."""
+        """Read the marker that may open a call. This is the first step."""
 
     def read(self, text: str, calls: Calls, *, final: bool) -> tuple[int, Progress]:
         self.text, self.at, self.calls, self.final = text, 0, calls, final
@@ -107,7 +109,7 @@ class Steps(ABC):
         self.calls.begin(name, call_id)
 
     def then(self, step: Callable[[], Progress | None]) -> Progress | None:
-        """Name the next step, and return None."""
+        """Make `step` the next step. Returns None, which a step returns to go on."""
         self.step = step
         return None
 
@@ -115,8 +117,8 @@ class Steps(ABC):
         self.at = self.past_space(self.at)
 
     def past_space(self, place: int) -> int:
-        """Return where the white space from `place` on ends. What an earlier read has seen is not read again: a model
-        may write white space for ever."""
+        """Return the index in `text` at which the white space that begins at `place` ends. White space that an earlier
+        read has seen is not looked at again, because a model may write white space for ever."""
         start = self._taken + place
         seen = self._spaces.get(start, start) - self._taken
         found = SPACE.match(self.text, seen)
@@ -125,19 +127,19 @@ class Steps(ABC):
         return end
 
     def take(self, *literals: str) -> bool:
-        """Take the longest of the literals that the text goes on with. Returns whether there was one."""
+        """Move `at` past the longest of the literals that the text continues with. Returns whether there was one."""
         found = [literal for literal in literals if literal and self.text.startswith(literal, self.at)]
         self.at += max(map(len, found), default=0)
         return bool(found)
 
     def may_become(self, *literals: str) -> bool:
-        """Return whether the rest of the text is the beginning of one of the literals, of which more may come."""
+        """Return whether the rest of the text is an incomplete literal (one of these) that later text may complete."""
         rest = self.text[self.at :]
         return not self.final and any(literal.startswith(rest) for literal in literals if literal)
 
     def add_object(self) -> bool:
-        """Add the JSON object that comes next to the arguments of the call, as far as it has come. Returns whether it
-        has ended."""
+        """Add the JSON object that comes next to the call's arguments, as far as it has arrived. Returns whether it is
+        complete."""
         start = self.at
         self.at = self._object_end.push(self.text, start)
         self.calls.add(self.text[start : self.at])
@@ -149,8 +151,8 @@ class Steps(ABC):
     def after_call(
         self, head: Callable[[], Progress | None], opening: str, *, close: Sequence[str], skipped: Sequence[str]
     ) -> Progress | None:
-        """Read what follows a call: the end of all calls, markup, or another call. head: the step that reads the next
-        call's head, which begins with `opening`. White space before anything else is not taken."""
+        """Read what follows a call: the end of all calls (one of `close`), markup (one of `skipped`), or another call,
+        which begins with `opening` and is read by the step `head`. White space before anything else is not taken."""
         place = self.at
         self.skip_space()
         if self.take(*close):
@@ -166,7 +168,8 @@ class Steps(ABC):
         return Progress.OVER
 
     def wait(self, most: int) -> Progress:
-        """Return MORE, or TEXT if a head has become longer than `most` characters, or none will come."""
+        """Return MORE, to wait for the rest of a call's beginning. Returns TEXT if that has become longer than `most`
+        characters, or no more text will come: then it is no call."""
         return Progress.TEXT if self.final or len(self.text) - self.at > most else Progress.MORE
 
 
@@ -189,8 +192,8 @@ class JsonEnd:
         self.deepest = 0  # most levels so far
 
     def push(self, text: str, start: int = 0) -> int:
-        """Return the place in `text` at which the value ends, or its length while it goes on. start: where the value
-        begins or goes on."""
+        """Look for the end of the value in the next piece of text. Returns the index after its end, or the length of
+        `text` while it goes on (`found` tells which). start: index in `text` at which the value begins or continues."""
         for place in range(start, len(text)):
             char = text[place]
             if self._escaped:
@@ -212,7 +215,8 @@ class JsonEnd:
 
 
 def json_string(text: str, at: int) -> tuple[str, int] | None:
-    """Return the JSON string that begins at `at`, decoded, and where it ends; None if it is incomplete or wrong."""
+    """Return (the decoded JSON string that begins at index `at`, the index after it); None if it is incomplete or
+    malformed."""
     found = _STRING.match(text, at)
     if found is None:
         return None
@@ -223,7 +227,7 @@ def json_string(text: str, at: int) -> tuple[str, int] | None:
 
 
 def json_end(text: str, at: int) -> int | None:
-    """Return where the JSON value that begins at `at` ends; None while that is not clear."""
+    """Return the index after the JSON value that begins at index `at`; None while its end is not certain."""
     if text.startswith('"', at):
         found = _STRING.match(text, at)
         return None if found is None else found.end()

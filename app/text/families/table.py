@@ -15,7 +15,7 @@ from reprise.app.text.families.tagged_calls import TaggedCalls
 
 
 class Shape(Protocol):
-    """A shape of calls: how they are read, written and forced."""
+    """A way to write calls: how they are read from an answer, written into a prompt, and forced by a grammar."""
 
     @property
     def openings(self) -> tuple[str, ...]:
@@ -29,7 +29,7 @@ class Shape(Protocol):
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """All of its markers, any of which may be a special token."""
+        """All texts that mark a call or a part of it, any of which may be a special token."""
         ...
 
     def reader(self) -> Reader: ...
@@ -45,12 +45,12 @@ class Shape(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A family of models.
+    """The models that write calls and thoughts in the same way.
 
-    shapes: how it may write calls; the first is what it is taught. signs: patterns; its template renders one of them.
-    thoughts: their name in THOUGHTS, if it has marks of its own. wrap: tags that may stand around the whole
-    content. ignored: marks without a meaning. short_ids: its template takes only ids of calls that have 9 letters and
-    digits.
+    shapes: how they may write calls; the first is what they are taught. signs: patterns, of which their template
+    renders one. thoughts: name in THOUGHTS of their marks around thoughts; empty: they have none of their own. wrap:
+    tags that may stand around the whole content. ignored: marks without a meaning. short_ids: the template takes only
+    ids of calls that have 9 letters and digits.
     """
 
     name: str

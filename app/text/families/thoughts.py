@@ -16,7 +16,7 @@ class Thoughts:
         return self.open, self.close
 
     def opens(self, prompt: str) -> bool:
-        """Return whether a prompt ends with an open thought."""
+        """Return whether a prompt ends with the mark that opens a thought."""
         return prompt.rstrip().endswith(self.open)
 
 

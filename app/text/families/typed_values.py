@@ -25,8 +25,9 @@ class ArgumentTypes:
         self._known: dict[tuple[int, int], frozenset[str]] = {}  # by a schema's id and the depth left
 
     def kind_of(self, key: str) -> tuple[Kind, frozenset[str]]:
-        """Return how to read the text of an argument, and the types that its schema allows (none: any). string: as it
-        is. json: as JSON, if it is some, else as it is. either: as JSON if that has one of the types, else as it is."""
+        """Return (how to read the text of the argument `key`, types that its schema allows; none: any). "string": the
+        text as it is. "json": the JSON in the text, or the text if it is no JSON. "either": the same, but only JSON of
+        an allowed type."""
         types = self._types(self._listed.get(key), _MAX_NESTED_CHOICES)
         if types == {"string"}:
             return "string", types
@@ -107,13 +108,13 @@ def _plain(value: object) -> object:
 
 
 def escaped(text: str) -> str:
-    """Return text as it stands inside a JSON string."""
+    """Return text with escapes as inside of a JSON string, without the quotes around it."""
     return json_text(text)[1:-1]
 
 
 class TextToJson:
-    """A writer of one argument whose text comes in pieces: a string is passed on at once, all else when it is
-    complete."""
+    """A converter to JSON of one argument whose text comes in pieces. A string is passed on at once; any other value
+    when it is complete."""
 
     def __init__(self, kind: Kind, types: frozenset[str]) -> None:
         self._kind, self._types = kind, types
@@ -121,7 +122,7 @@ class TextToJson:
         self._pieces: list[str] = []
 
     def push(self, text: str) -> str:
-        """Return the JSON that has become clear."""
+        """Add a piece of the text. Returns the JSON that is certain now."""
         if self._kind != "string":
             self._pieces.append(text)
             return ""
@@ -135,5 +136,5 @@ class TextToJson:
         return json_of("".join(self._pieces), self._kind, self._types)
 
     def cut(self) -> str:
-        """Return what there is of an argument that has no end."""
+        """Return the text so far of an argument that is no string and was cut off; empty for a string."""
         return "".join(self._pieces)
