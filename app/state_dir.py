@@ -41,9 +41,9 @@ class DamagedSecret(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class StateDir:
-    """The directory in which a process keeps its files, and its secret. problem: why that is a temporary directory and
-    not the one of the settings, for people; None: it is that. is_own_secret: whether the secret is that of the
-    installation, so that stored KV can be used. is_secret_written: whether the secret's file is there."""
+    """The directory in which a process keeps its files, and its secret. problem: why it is a temporary directory in
+    place of the one in the settings, for people; None if it is that one. is_own_secret: whether the secret is the
+    installation's, so that stored KV can be used. is_secret_written: whether the secret's file exists."""
 
     path: Path
     secret: bytes
@@ -152,9 +152,9 @@ def _given_secret(path: Path) -> bytes:
 
 
 class SecretKeeper:
-    """A keeper of a running server's secret: if the file is deleted, it writes it again, since without it the next
-    server could read none of the stored KV. It also tries whether the disk takes writes: once at the start, and again
-    and again after one was refused, so that the disk's state is told rightly where nothing is to be written."""
+    """A keeper of a running server's secret. If the file is deleted, it writes it again, since without it the next
+    server could read none of the stored KV. It also tries to write to the disk, once at the start and again after each
+    refused write, so that the disk's state is known even if nothing else is written."""
 
     def __init__(
         self, state_dir: Path, secret: bytes | None, disk: StateDisk | None = None, *, is_written: bool = True
@@ -174,7 +174,7 @@ class SecretKeeper:
             await asyncio.sleep(look_s)
 
     async def close(self) -> None:
-        """Look a last time."""
+        """Call `look` once more, and end the thread."""
         await self._look_in_time()
         self._thread.close()
 
@@ -184,7 +184,7 @@ class SecretKeeper:
             await asyncio.to_thread(self._thread.run, self.look)
 
     def look(self) -> None:
-        """Write the secret if its file was deleted, or could not be written before. A failure is logged once."""
+        """Write the secret's file if it was deleted, or could not be written before. Logs a failure once."""
         self._try()
         path = _path(self._state_dir)
         if self._secret is None or os.path.lexists(path):

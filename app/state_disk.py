@@ -45,16 +45,16 @@ _here = threading.local()  # `job`: what a thread that calls a disk does now
 
 
 class DiskAway(Exception):
-    """The disk did not answer in time, is not called because it did not lately, or cannot be written to.
-    is_under_way: the call goes on, and may do later what it was to do."""
+    """The disk has not answered in time, is not called because it has not lately, or cannot be written to.
+    is_under_way: the call was made and goes on, so that it may still do its work later."""
 
     is_under_way = False
 
 
 class StateDisk:
-    """Knows whether one disk answers, for all that call it, so that one caller waits for a disk that hangs and not each
-    of them. The first call that misses the deadline gives the disk up: every call fails at once until the overdue
-    ones have ended, and for a pause after that. Thread-safe."""
+    """A record of whether one disk answers, shared by all that call it, so that not every caller has to wait for a disk
+    that hangs. When a call misses the deadline, all calls fail at once until the overdue ones have ended, and for a
+    pause after that. Thread-safe."""
 
     def __init__(self, name: str = "the disk of the server's own files", *, deadline_s: float | None = None) -> None:
         """Set up. name: of the disk, for the log. deadline_s: of one call; None: DEADLINE_S."""
@@ -70,38 +70,39 @@ class StateDisk:
 
     @property
     def state(self) -> State:
-        """The use of the disk: "used": it is read and written; "away": neither; else it is only read, or less."""
+        """The present use of the disk. "used": it is read and written. "away": neither, since it does not answer. Any
+        other word: it cannot be written, and perhaps not read."""
         if self.is_away:
             return "away"
         return "failing" if self._refusal == "used" and self._unused else self._refusal
 
     @property
     def problem(self) -> str | None:
-        """Why nothing new is kept on the disk, for people; None: it is."""
+        """Why nothing new is stored on the disk, for people; None if it is stored."""
         names = sorted(self._unused)
         if names and self._refusal == "used" and not self.is_away:
             return f"{', '.join(names)} could not be opened: what is new is in memory until a restart"
         return _PROBLEMS.get(self.state)
 
     def refused(self, error: Exception) -> None:
-        """Note an error of a write. One that is no fault of the disk changes nothing."""
+        """Record that a write has failed. Errors that are not the disk's fault change nothing."""
         if isinstance(error, OSError):
             self._refusal = self._refusal if error.errno in _NO_FAULT else _BY_ERRNO.get(error.errno, "failing")
         else:
             self._refusal = _BY_SQLITE.get(getattr(error, "sqlite_errorcode", 0) & 0xFF, self._refusal)
 
     def took(self) -> None:
-        """Note that a write has succeeded."""
+        """Record that a write has succeeded."""
         self._refusal = "used"
 
     def note_file(self, name: str, *, is_used: bool) -> None:
-        """Note whether a file on the disk is used, or a database in memory in its place until a restart."""
+        """Record whether a file on the disk is used. If not, a database in memory takes its place until a restart."""
         with self._lock:
             self._unused = self._unused - {name} if is_used else self._unused | {name}
 
     @property
     def is_away(self) -> bool:
-        """Whether calls fail at once."""
+        """Whether the disk does not answer, so that calls fail at once."""
         return self._num_overdue > 0 or time.monotonic() < self._used_s
 
     def thread(self, name: str) -> "DiskThread":
@@ -109,13 +110,13 @@ class StateDisk:
         return DiskThread(self, name)
 
     def require(self) -> None:
-        """Raise DiskAway while the disk is not used."""
+        """Raise DiskAway if the disk does not answer."""
         if self.is_away:
             self.failures += 1
             raise DiskAway(f"{self._name} does not answer")
 
     def give_up(self) -> None:
-        """Note that a call is overdue."""
+        """Record that a call has missed the deadline."""
         with self._lock:
             self.failures += 1
             self._num_overdue += 1
@@ -130,7 +131,7 @@ class StateDisk:
             )
 
     def came_back(self, error: BaseException | None) -> None:
-        """Note that an overdue call has ended. error: what it raised."""
+        """Record that a call has ended which had missed the deadline. error: what it has raised, if anything."""
         with self._lock:
             self._num_overdue -= 1
             is_last = self._num_overdue == 0
@@ -143,8 +144,8 @@ class StateDisk:
 
 
 def require_wanted() -> None:
-    """Raise DiskAway in a call that its caller has given up, so that nothing is written which the caller may ask for
-    once more."""
+    """Raise DiskAway if the caller of the present call has stopped waiting for it, so that nothing is written which
+    that caller may write again."""
     job: _Job[Any] | None = getattr(_here, "job", None)
     if job is not None and job.abandoned:
         raise DiskAway("nobody waits for it any more")
@@ -152,9 +153,9 @@ def require_wanted() -> None:
 
 @contextmanager
 def long_call() -> Iterator[None]:
-    """A part of a call that may take longer than the deadline where the disk answers, such as one that copies a whole
-    file. Its caller stops waiting all the same, and later calls of this thread fail until it has ended; but that is no
-    reason to give the disk up."""
+    """Mark a part of a call that may exceed the deadline although the disk answers, such as copying a whole file. The
+    caller still stops waiting at the deadline, and later calls of this thread fail until the part has ended. But the
+    disk does not count as away."""
     job: _Job[Any] | None = getattr(_here, "job", None)
     if job is not None:
         job.is_long = True
@@ -196,8 +197,8 @@ class DiskThread:
         self._is_closed = False
 
     def run(self, work: Callable[[], T]) -> T:
-        """Return or raise what `work` does. Raises DiskAway at once while the disk is away, or when `work` has not
-        ended within the deadline: then it goes on, and nobody hears how it ends."""
+        """Run `work` on the thread, and return or raise what it does. Raises DiskAway at once while the disk is away.
+        Also raises it when `work` has not ended within the deadline: `work` then goes on, and its result is lost."""
         if threading.current_thread() is self._thread:
             return work()  # a part of a call
         self._disk.require()

@@ -27,7 +27,7 @@ Config = Annotated[Path | None, typer.Option(help="TOML file with settings.")]
 
 
 class Problem(Protocol):
-    """The reason why a record cannot be used. A protocol, so that this module need not import
+    """The reason why a record on disk cannot be used. A protocol, so that this module need not import
     `reprise.cache.storage.errors.Problem`."""
 
     @property
@@ -84,8 +84,8 @@ class Extent(Protocol):
 
 
 class Record(Protocol):
-    """A file of the disk tier whose model is unknown: only intact files tell which model their directory belongs to,
-    and its directory has none."""
+    """A file of the disk tier whose model is not known, because no file in its directory is intact: only intact files
+    tell the model."""
 
     @property
     def extent_id(self) -> int: ...
@@ -96,7 +96,8 @@ class Record(Protocol):
 
 
 class Directory(NamedTuple):
-    """Functions to access the cache directory of given settings. They end the program if it cannot be used."""
+    """The functions with which commands read and change the cache directory of given settings. They end the program if
+    it cannot be used."""
 
     stores: Callable[[Settings], Iterator["Store"]]
     nameless: Callable[[Settings], list[Record]]
@@ -105,8 +106,8 @@ class Directory(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """The records (files) of one fingerprint, which names the model, its precision and the version of the file format.
-    The disk tier is open while its store is in use."""
+    """The KV on disk of one fingerprint, which names the model, its precision and the version of the file format. The
+    disk tier is open while its store is in use."""
 
     fingerprint: str  # hex
     tier: CheckedExtents

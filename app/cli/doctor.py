@@ -82,9 +82,9 @@ def examine(
     used_by: Callable[[Path], str | None] = lambda directory: None,
     describe: Callable[[str], DescribedModel] | None = None,
 ) -> list[Finding]:
-    """Return all findings, in the order in which to fix them. `probe` examines the libraries; `used_by` names the
-    server that uses a state directory; `describe` tells what is known of a model before it is loaded, None to ask
-    nothing."""
+    """Return all findings, in the order in which to fix them. probe: examines the tensor libraries. used_by: returns
+    the name of the server that uses a state directory. describe: returns what is known of a model before it is loaded;
+    None: no model is described."""
     libraries, has = (probe or probe_libraries)(), memory()
     model = None if describe is None else describe(source_of(settings.model.source))
     expected = _expected(settings, has, libraries, model)
@@ -425,7 +425,7 @@ def _is_reprise(host: str, port: int) -> bool:
 
 
 def problem_of_address(settings: Settings, error: OSError) -> str:
-    """Explain why a server cannot listen, naming the settings that decide where."""
+    """Return a sentence about why a server cannot listen, which names the settings of its address."""
     address = f"{settings.server.host}:{settings.server.port} (server.host, server.port)"
     # Python repeats the address in the error's text.
     known = error.errno is not None and error.errno in errno.errorcode

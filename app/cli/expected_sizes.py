@@ -27,7 +27,7 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """The sizes given in the settings, or the automatic ones where the settings leave them open."""
+    """The sizes of memory and disk that a server is expected to use, by its settings or chosen automatically."""
 
     shape: ModelShape
     sizes: Sizes
@@ -43,7 +43,7 @@ class Expected:
 
 
 def expected_sizes(settings: Settings, shape: ModelShape, memory: Memory, device_memory: int | None) -> Expected:
-    """Return the sizes that a server will have. device_memory: bytes of the accelerator; None: the model runs on the
+    """Return the sizes that a server will use. device_memory: bytes of the accelerator; None: the model runs on the
     CPU."""
     cache = settings.cache
     in_hbm, in_dram = weights_by_place(settings, shape)
@@ -74,8 +74,8 @@ def weights_by_place(settings: Settings, shape: ModelShape) -> tuple[int, int]:
 
 
 def packed_bytes(tables: int, layers: int, weights: str, itemsize: int) -> tuple[int, int]:
-    """Return the bytes of the numbers in embeddings and heads, and of those in layers. weights: see model.weights;
-    itemsize: bytes of a number that is not packed."""
+    """Return (bytes of embeddings and heads, bytes of layers) for these numbers of weights. tables, layers: how many
+    weights they have. weights: see model.weights. itemsize: bytes of a weight that is not packed."""
     of_tables, of_layers = _PACKED_BITS.get(weights, (8 * itemsize, 8 * itemsize))
     return int(tables * of_tables / 8), int(layers * of_layers / 8)
 

@@ -22,9 +22,9 @@ _MOST_CHARS = 1000  # length of a text that comes from a configuration
 
 @dataclass(frozen=True, slots=True)
 class DescribedModel:
-    """A model as its configuration describes it. refused: why it is not served, empty if it is; instead: what is
-    served in its place; packing: how its weights are packed already. Counts of weights are in numbers, not bytes;
-    kv_numbers is None where only loading the model tells it."""
+    """A model as its configuration describes it. refused: why it is not served; empty if it is. instead: what is served
+    in its place. packing: how its weights are packed already. Weights and KV are counted in numbers, not bytes;
+    kv_numbers is None if only loading the model tells it."""
 
     refused: str
     instead: str = ""
@@ -43,7 +43,8 @@ class DescribedModel:
     kv_rows: int | None = None
 
     def weight_bytes(self, form: str, itemsize: int) -> int:
-        """Return the bytes of all weights in a form: q8, q4, or another for unpacked ones of `itemsize` bytes."""
+        """Return the bytes of all weights. form: how they are packed, q8 or q4; any other: not at all, with `itemsize`
+        bytes each."""
         others = self.parameters - self.table_weights - self.layer_weights
         tables, layers = packed_bytes(self.table_weights, self.layer_weights, form, itemsize)
         return others * itemsize + tables + layers
@@ -65,7 +66,7 @@ class DescribedModel:
 
 
 def describe(source: str) -> DescribedModel:
-    """Describe a model given as a directory, a GGUF file or a hub id."""
+    """Describe a model from its configuration, in a separate process. source: a directory, a GGUF file or a hub id."""
     try:
         done = subprocess.run(
             [sys.executable, *DESCRIBE, source],
@@ -107,8 +108,8 @@ def _shown(text: str) -> str:
 def look_at_described(
     model: DescribedModel, expected: Expected | None, form: str, memory_bytes: int
 ) -> Iterator[Finding]:
-    """Report on a model. expected: sizes of a server of it, None if they are not known; form: model.weights;
-    memory_bytes: of the device that computes with the weights."""
+    """Report whether a model is served and what it needs. expected: the sizes of a server of it; None if they are not
+    known. form: the setting model.weights. memory_bytes: of the device that computes with the weights."""
     if model.refused:
         yield Finding("served", Level.FAIL, model.refused, model.instead)
         return

@@ -285,7 +285,7 @@ def _tell(problem: str) -> None:
 
 
 def open_stores(settings: Settings) -> Iterator[cache_cli.Store]:
-    """Yield the KV on disk, one fingerprint at a time. Ends the program if the directory cannot be used."""
+    """Yield the KV on disk, one store for each fingerprint. Ends the program if the directory cannot be used."""
     from reprise.cache.storage.directory import stored_models
     from reprise.cache.storage.extent_format import ExtentForm
     from reprise.cache.storage.extent_store import ExtentStore
@@ -312,7 +312,7 @@ def open_stores(settings: Settings) -> Iterator[cache_cli.Store]:
 
 
 def nameless_records(settings: Settings) -> list[cache_cli.Record]:
-    """Return the disk tier's files whose model cannot be identified. Ends the program if the disk tier's directory does
+    """Return the files of the disk tier whose model cannot be identified. Ends the program if the tier's directory does
     not exist, is in use or cannot be read."""
     from reprise.cache.storage import directory as disk_files
 
@@ -321,7 +321,7 @@ def nameless_records(settings: Settings) -> list[cache_cli.Record]:
 
 
 def drop_record(record: cache_cli.Record) -> bool:
-    """Delete a file that `nameless_records` has returned. Returns whether the file is gone."""
+    """Delete a file that `nameless_records` has returned. Returns whether it is gone."""
     from reprise.cache.storage.directory import Foreign, drop_foreign
 
     return drop_foreign(Foreign(record.extent_id, record.path, record.size_bytes), own=None)

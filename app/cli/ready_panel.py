@@ -40,8 +40,8 @@ def panel(
     sampling: SamplingDefaults,
     state_problem: str | None = None,
 ) -> Panel:
-    """Build the panel. It shows the memory plan so that no one has to learn it from the OOM killer. state_problem: why
-    the state directory is not used, for people."""
+    """Build the panel with the address, the model and the memory plan of a server that is ready. The plan is shown so
+    that an operator sees it before memory runs out. state_problem: why the state directory is not used, for people."""
     kept = _duration(settings.cache.ttl_s)
     rows = {
         "page": url + (", and every other address of this machine" if settings.server.host in EVERY_ADDRESS else ""),

@@ -12,7 +12,8 @@ from reprise.engine.messages import given_salt, is_exact
 
 
 def look_at_session(transcripts: Path, session_id: str) -> Iterator[Finding]:
-    """Report what is recorded under a session's name, for each key and salt. transcripts: their file."""
+    """Report for a session's name, with every key and salt, what is recorded and why its turns were computed again.
+    transcripts: the file with the transcripts."""
     try:
         reports = reports_of(transcripts, session_id)
     except OSError:

@@ -22,8 +22,8 @@ SLOW_DISK_BYTES_PER_S = 50e6
 def look_at_state(
     settings: Settings, expected: Expected | None, used_by: Callable[[Path], str | None]
 ) -> list[Finding]:
-    """Return what `reprise doctor` finds about the state directory and its disk. used_by: names the server that uses a
-    directory."""
+    """Return the findings about the state directory and its disk. expected: sizes that a server will use; None if they
+    are not known. used_by: returns the name of the server that uses a directory."""
     try:
         return within(STATE_TIMEOUT_S, lambda: list(_state(settings, expected, used_by)))
     except TimeoutError:

@@ -8,8 +8,8 @@ MAX_COLUMNS = 2000
 
 
 def print_whole(table: Table, *, is_always: bool = False) -> None:
-    """Print a table on stdout. In a terminal it is as wide as that, elsewhere as its contents are: a program or a file
-    gets each row on one line. is_always: also in a terminal, for what is useless when it is cut."""
+    """Print a table on stdout. In a terminal it is as wide as that; elsewhere each row is on one line, however long,
+    for a program or a file. is_always: do so in a terminal too, for tables that are useless when they are cut."""
     console = Console(highlight=False)
     if is_always or not console.is_terminal:
         width = Measurement.get(console, console.options.update(max_width=MAX_COLUMNS), table).maximum

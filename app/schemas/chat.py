@@ -151,8 +151,8 @@ TemplateArgs = Annotated[dict[str, Any], AfterValidator(_template_args)]
 
 
 def settled_chat(body: dict[str, Any], ignored: list[str]) -> tuple[dict[str, Any], list[str]]:
-    """Return a body with `messages` and `tools` in the form that the fields take, and the names of what was left out.
-    ignored: names known already."""
+    """Return a body with `messages` and `tools` in the form that the schema takes, and the names of all parts that have
+    no effect. ignored: names that are known already."""
     losses = Losses(ignored)
     if "messages" in body:
         body = {**body, "messages": chat_messages(body["messages"], losses)}

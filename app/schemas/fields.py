@@ -42,7 +42,8 @@ MAX_SCHEMA_DEPTH = 32
 
 
 def unsupported(param: str, what: str) -> PydanticCustomError:
-    """Build an "unsupported" error. `reprise.app.errors` names `param`, relative to where the error was raised."""
+    """Return the validation error for something that this server does not support. param: the field, relative to the
+    place where the error is raised."""
     return PydanticCustomError("unsupported", "{what} not supported by this server", {"param": param, "what": what})
 
 
@@ -54,7 +55,8 @@ class TextPart(BaseModel):
 
 
 def joined_text(value: object, kinds: frozenset[str] = frozenset({"text"})) -> object:
-    """Join a list of text parts into one string, separated by newlines because parts are separate paragraphs."""
+    """Join a list of text parts into one string, one part a line; return any other value as it is. kinds: the types of
+    parts that count as text. Raises PydanticCustomError for another part."""
     if not isinstance(value, list):
         return value
     texts = []
@@ -95,8 +97,8 @@ def is_finite(value: object) -> bool:
 
 
 def plain_numbers(value: Any) -> Any:
-    """Return a decoded JSON value in which integers beyond 64 bits are floats, as many a JSON parser reads them: no
-    answer could hold the others. Raises PydanticCustomError for a number that is not finite."""
+    """Return a decoded JSON value in which integers beyond 64 bits are floats, as many JSON parsers read them, since
+    answers cannot contain larger integers. Raises PydanticCustomError for a number that is not finite."""
     if isinstance(value, dict):
         return {name: plain_numbers(item) for name, item in value.items()}
     if isinstance(value, list):
@@ -110,7 +112,7 @@ def plain_numbers(value: Any) -> Any:
 
 def is_deeper(value: object, levels: int, *, but: Sequence[object] = ()) -> bool:
     """Return whether objects and lists are nested more than `levels` deep. Works level by level, without recursion.
-    but: objects and lists inside of which nothing is counted."""
+    but: objects and lists whose inside is not counted."""
     passed = {id(one) for one in but}
     layer = [value] if isinstance(value, dict | list) else []
     for _ in range(levels):
@@ -126,7 +128,7 @@ def is_deeper(value: object, levels: int, *, but: Sequence[object] = ()) -> bool
 
 
 def too_deep_schema() -> PydanticCustomError:
-    """Build the error about a schema that is nested too deeply."""
+    """Return the validation error for a schema that is nested too deeply."""
     return PydanticCustomError("json_schema", "A schema has at most {depth} levels", {"depth": MAX_SCHEMA_DEPTH})
 
 
@@ -190,14 +192,14 @@ class Part(BaseModel):
 
     @classmethod
     def settled(cls, body: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-        """Return the body in a form that the fields take, with a readable history (`reprise.app.schemas.past`), and the
-        names of all that has no effect here."""
+        """Return the body in the form that the fields take, and the names of everything in it that has no effect. The
+        history is made readable (`reprise.app.schemas.past`)."""
         return body, cls.ignored(body)
 
     @classmethod
     def ignored(cls, body: dict[str, Any]) -> list[str]:
-        """Return the names in `body` that are accepted without effect here, in the order sent: unknown fields, and
-        hints that change no answer (`verbosity` ...). Null values are not reported."""
+        """Return the names of the body's fields that have no effect, in the order sent: unknown fields, and hints that
+        change no answer (`verbosity` ...). Null values are not reported."""
         known = cls.model_fields.keys() | cls.refused
         return [name for name, value in body.items() if value is not None and name not in known]
 

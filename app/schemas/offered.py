@@ -10,8 +10,9 @@ SEPARATOR = "__"
 
 
 def offered(tools: object, losses: Losses, kinds: Collection[str]) -> object:
-    """Return a list of tools without those of other kinds than `kinds`, and with the tools of a namespace beside the
-    others. A malformed tool stays as it is, for the schema to judge."""
+    """Return a list of tools with those of the given `kinds` alone; `losses` gets the names of the others. Tools in a
+    namespace are put beside the others, with its name. A malformed tool stays as it is, so that the schema refuses
+    it."""
     if not isinstance(tools, list):
         return tools
     found: list[object] = []
@@ -31,10 +32,10 @@ def offered(tools: object, losses: Losses, kinds: Collection[str]) -> object:
 
 
 def flat_name(name: str, namespace: str | None) -> str:
-    """Return the name under which the model sees a tool of a namespace."""
+    """Return the name by which the model sees a tool: with its namespace before it, if it has one."""
     return name if namespace is None else f"{namespace}{SEPARATOR}{name}"
 
 
 def settled_tools(body: dict[str, Any], losses: Losses, kinds: Collection[str]) -> dict[str, Any]:
-    """Return a body with the tools that can be offered."""
+    """Return a body with those of its tools that can be offered to the model; see `offered`."""
     return {**body, "tools": offered(body["tools"], losses, kinds)} if isinstance(body.get("tools"), list) else body

@@ -113,8 +113,8 @@ class ReasoningItem(Part):
     encrypted_content: str | None = None
 
     def as_stored(self) -> dict[str, Any]:
-        """Return the thought in plain text. This server's summaries are the thought itself, and stand for it where they
-        are all that came back."""
+        """Return the item with its thought in plain text. If the thought itself did not come back, its summary is kept
+        in its place: this server's summaries are the whole thought."""
         content = [{"type": "reasoning_text", "text": self.content}] if self.content else []
         summary = [{"type": "summary_text", "text": self.summary}] if self.summary and not content else []
         return {"type": "reasoning", "summary": summary, "content": content}
@@ -177,7 +177,7 @@ class FunctionTool(Part):
     strict: bool | None = None
 
     def as_chat(self) -> dict[str, Any]:
-        """Return the tool of the equivalent chat request."""
+        """Return the tool in the form of a chat request."""
         function = self.model_dump(exclude_none=True, exclude={"type", "namespace"})
         return {"type": "function", "function": {**function, "name": self.flat_name}}
 
@@ -195,7 +195,7 @@ class CustomTool(Part):
     format: CustomFormat | None = None
 
     def as_chat(self) -> dict[str, Any]:
-        """Return the tool of the equivalent chat request."""
+        """Return the tool in the form of a chat request."""
         form = None if self.format is None else self.format.model_dump(exclude_none=True)
         return {
             "type": "custom",

@@ -221,8 +221,8 @@ class ToolCall(Part):
 
 
 def rendered_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
-    """Return a call for chat templates, with its arguments as an object if they are JSON of one that a template can
-    write: not nested too deeply, and without halves of characters."""
+    """Return a call in the form for chat templates. Its arguments are an object, if they are the JSON of one that a
+    template can write: not nested too deeply, and without lone surrogates. Otherwise they stay a text."""
     plain = arguments.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     given: Any = plain
     try:

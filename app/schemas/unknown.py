@@ -25,7 +25,7 @@ marks for the caches and streams of others. They change no prompt, and every age
 
 @dataclass(frozen=True, slots=True)
 class Holds:
-    """Says in an annotation what objects a field holds whose type leaves that open."""
+    """An annotation that tells which objects a field holds, if the field's type does not."""
 
     model: type[BaseModel]
 
@@ -50,9 +50,9 @@ class _Kinds:
 
 
 def unknown_within(model: type[object], body: Mapping[str, Any]) -> list[str]:
-    """Return the dotted paths of the fields inside of a valid body's objects that have no effect, each once and in the
-    order sent, MAX_NAMES at most. A list has no index in them. Null values are not reported, nor are fields of the body
-    itself (`Part.ignored` names them). model: the type of the request; one without fields has nothing to report."""
+    """Return the dotted paths of unknown fields in the objects inside of a valid body, each once and in the order sent,
+    at most MAX_NAMES. Items of a list have no index in them. Null values are not reported, nor are the body's own
+    fields (`Part.ignored` names them). model: the type of the request; one without fields has nothing to report."""
     found: dict[str, None] = {}
     if isinstance(model, type) and issubclass(model, BaseModel):
         for name, kinds in _shape_of(model).inner:

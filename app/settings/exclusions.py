@@ -11,7 +11,7 @@ from reprise.app.settings.sections import CODECS
 
 @dataclass(frozen=True, slots=True)
 class When:
-    """A condition: the setting has one of `values`, or is greater than `above`."""
+    """A condition on one setting: that it has one of `values`, or is greater than `above`."""
 
     setting: str
     values: tuple[Any, ...] = ()
@@ -26,7 +26,7 @@ class When:
         return value in self.values if self.above is None else value > self.above
 
     def words(self, settings: BaseModel) -> str:
-        """Return the setting with its value, for people."""
+        """Return the setting's name and value, for people."""
         value = self.value(settings)
         shown = str(value).lower() if isinstance(value, bool) else "(empty)" if value == "" else value
         return f"{self.setting} {shown}"

@@ -52,8 +52,8 @@ SECTIONS = {
 def settings_of(
     context: typer.Context, config: Path | None, named: Mapping[str, str | int | None] | None = None
 ) -> Settings:
-    """Read the settings from all sources. named: options with names of their own. Ends the program if the settings
-    cannot be used."""
+    """Read the settings from all sources. named: values of command-line options that stand for settings, by the
+    settings' names. Ends the program if the settings cannot be used."""
     return settings_and_origins_of(context, config, named)[0]
 
 
@@ -74,7 +74,7 @@ def settings_and_origins_of(
 
 
 def choices(field: FieldInfo) -> tuple[str, ...]:
-    """Return the words that a setting may be; empty if it is not one of a few."""
+    """Return the words that are allowed for a setting; empty if other values are."""
     if get_origin(field.annotation) is Literal:
         return tuple(map(str, get_args(field.annotation)))
     return ("true", "false") if field.annotation is bool else ()
@@ -87,7 +87,7 @@ def default(field: FieldInfo) -> str:
 
 
 def meaning(field: FieldInfo) -> str:
-    """Return what a setting means, and the words that it may be."""
+    """Return the description of a setting, with the words that are allowed for it."""
     words = choices(field)
     allowed = f" ({' | '.join(words)})" if words and field.annotation is not bool else ""
     return f"{field.description}{allowed}"
@@ -126,7 +126,8 @@ def values(settings: Settings, origins: Mapping[str, str]) -> Iterator[Table]:
 
 
 def shown(value: object, field: FieldInfo) -> str:
-    """Return a setting's value for people. Of a secret, only that there is one; of an address, all but what logs in."""
+    """Return a setting's value for people. A secret is not shown, only whether there is one; an address loses user,
+    password and query."""
     if isinstance(value, tuple):
         return ", ".join(map(str, value)) if field.repr or not value else f"{len(value)}, not shown"
     if isinstance(value, str) and "://" in value:

@@ -31,8 +31,8 @@ def nearest(name: str, known: Sequence[str]) -> list[str]:
 
 
 def describe(field: FieldInfo, kind: str, given: object) -> str:
-    """Return what is allowed for a setting; empty where pydantic's own message says it. kind: pydantic's type of the
-    error, such as "greater_than". given: the value that was refused."""
+    """Return a sentence about which values a setting allows; empty if pydantic's own message says it. kind: pydantic's
+    name of the error, such as "greater_than". given: the value that was refused."""
     if given == "":
         default = "" if field.default is None else f" for the default, {str(field.default).lower()}"
         return f"is empty; leave it out{default}"

@@ -66,7 +66,7 @@ class Settings(Section, BaseSettings):
 
     @property
     def places(self) -> int:
-        """The most choices (answers of requests) that may run and wait together."""
+        """The most choices (answers of requests) that may run or wait at the same time."""
         return self.scheduler.max_seqs + self.scheduler.max_queued
 
     @property

@@ -24,7 +24,7 @@ class SettingsError(Exception):
 
 
 def known_settings() -> Iterator[tuple[str, FieldInfo]]:
-    """Return ("cache.mode", its field) for every setting that is shown to users."""
+    """Return (name, field) of every setting that is shown to users. The name is like "cache.mode"."""
     return ((name, field) for name, field in all_settings() if name.partition(".")[0] != HIDDEN)
 
 
@@ -37,7 +37,7 @@ def experiments(settings: Settings) -> Iterator[str]:
 
 
 def all_settings() -> Iterator[tuple[str, FieldInfo]]:
-    """Return what `known_settings` does, and the settings of experiments."""
+    """Yield (name, field) of every setting, also those of `experiment`, which are not shown to users."""
     for section, outer in Settings.model_fields.items():
         inner: type[BaseModel] = outer.annotation  # type: ignore[assignment]  # every field of Settings is a section
         for key, field in inner.model_fields.items():
@@ -96,7 +96,7 @@ def _check_home(settings: Settings) -> None:
 
 
 def stray_variables(environ: Mapping[str, str]) -> Iterator[str]:
-    """Return warnings for variables that look like settings and are passed over: REPRISE_PORT, REPRISE_CACHE_MODE."""
+    """Yield a warning for each environment variable that looks like a setting but is not one, such as REPRISE_PORT."""
     known = [name for name, _ in known_settings()]
     for variable in environ:
         if variable.startswith(ENV_PREFIX) and "__" not in variable:
@@ -106,12 +106,13 @@ def stray_variables(environ: Mapping[str, str]) -> Iterator[str]:
 
 
 def variable_of(name: str) -> str:
-    """Return the environment variable of a setting."""
+    """Return the name of the environment variable for a setting."""
     return ENV_PREFIX + name.replace(".", "__").upper()
 
 
 def parse_flags(arguments: list[str]) -> dict[str, str]:
-    """Return "section.key" -> VALUE from `--section.key VALUE` and `--section.key=VALUE`. Raises SettingsError."""
+    """Return the flags of a command line, "section.key" -> VALUE. A flag is `--section.key VALUE` or
+    `--section.key=VALUE`. Raises SettingsError."""
     flags: dict[str, str] = {}
     rest = iter(arguments)
     for argument in rest:

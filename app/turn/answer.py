@@ -20,7 +20,8 @@ from reprise.engine.messages import (
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """The next piece of one choice's answer: what the client is shown next, and the tokens behind it."""
+    """The next piece of one choice's answer: the parts that the client is shown next, and the tokens taken in since the
+    piece before."""
 
     choice: int
     parts: AnswerParts

@@ -119,8 +119,8 @@ class Readiness:
 
     @property
     def template_outcomes(self) -> dict[str, str]:
-        """What the chat template does with each kind of message that many templates do not expect; empty for a model
-        without a template. To be asked only once the model is loaded."""
+        """The treatment by the chat template of each kind of message that many templates do not expect; empty for a
+        model without a template. To be asked only once the model is loaded."""
         assert self._tokenizer is not None
         return self._tokenizer.form.found.described if self._tokenizer.has_chat_template else {}
 

@@ -28,20 +28,21 @@ _HALF = re.compile("[\ud800-\udfff]")  # half of a character, which UTF-8 cannot
 
 
 class NotMerged(Exception):
-    """A file into which a configuration cannot be put safely. The message says why."""
+    """The configuration cannot be put into the file safely. The message says why."""
 
 
 class Format(Protocol):
-    """A kind of file. `text` writes a configuration alone, `merged` puts one into a file's text. `merged` raises
-    NotMerged."""
+    """A file format. `text` returns a configuration alone; `merged` returns a file's text with the configuration put
+    into it, and raises NotMerged."""
 
     def text(self, config: Any) -> str: ...
     def merged(self, old: str, config: Any) -> str: ...
 
 
 def combined(old: Any, ours: Any) -> Any:
-    """Return a value of a file after ours is put into it. Objects are combined, lists by the names of their entries.
-    Raises NotMerged if an entry that is not ours has the name of one of ours."""
+    """Return a value of a file (`old`) with our value put into it. Objects are merged by key, and lists by the names of
+    their entries; any other value is replaced. Raises NotMerged if an entry of another server has the name of one of
+    ours."""
     if isinstance(old, dict) and isinstance(ours, dict):
         return {**old, **{key: combined(old[key], value) if key in old else value for key, value in ours.items()}}
     if isinstance(old, list) and isinstance(ours, list):
@@ -86,7 +87,7 @@ def _marked(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Json:
-    """Comments, keys that stand twice and numbers that would change are refused."""
+    """The format JSON. Files are refused that have comments, a key twice, or numbers that writing would change."""
 
     def text(self, config: Any) -> str:
         return _HALF.sub(_escaped, json.dumps(config, indent=2, ensure_ascii=False)) + "\n"
@@ -128,10 +129,9 @@ def _escaped(half: re.Match[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Toml:
-    """Ours stands between marks: values before the file's own, tables after them. A line of the file that sets one of
-    our values becomes a comment. Clients add values and tables of theirs at the end of others, and so between our
-    marks, and people add comments; these are kept. optional: keys that some of our configurations have, and others
-    leave out."""
+    """The format TOML. Our part stands between two marks: values before the file's own values, tables after them. A
+    line of the file that sets one of our values becomes a comment. What clients and people have added between our marks
+    is kept. optional: keys that only some of our configurations have."""
 
     optional: tuple[str, ...] = ()
 
@@ -235,7 +235,8 @@ def _scalar(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Yaml:
-    """A file with anything else in it is refused: it could not be written again without losing its comments."""
+    """The format YAML. A file with any other content is refused, because it could not be written again without losing
+    its comments."""
 
     def text(self, config: Any) -> str:
         return "".join(f"{line}\n" for line in _yaml_lines(config))
@@ -274,8 +275,8 @@ def _yaml_lines(value: Mapping[str, Any]) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class Variables:
-    """NAME="VALUE" in lines, as programs read them from a file called .env. A line of the file that sets one of our
-    names becomes a comment. A file with a value of several lines is refused: one of these may look like such a line."""
+    """The format of .env files, lines of NAME="VALUE". A line of the file that sets one of our names becomes a comment.
+    A file with a value of several lines is refused, because one of these lines may look like a variable."""
 
     def text(self, config: Any) -> str:
         return "".join(f"{name}={_scalar(value)}\n" for name, value in config.items())
@@ -298,7 +299,7 @@ def _other_variables(marked: str, config: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Lines:
-    """Lines of a shell or a program. They belong to no file, so that one with anything in it is refused."""
+    """Lines of a shell or a program. They belong into no file, so that every file with content is refused."""
 
     def text(self, config: Any) -> str:
         return str(config)

@@ -16,12 +16,12 @@ NO_KEY = "none"  # what clients that insist on a key are given where the server 
 
 
 class Unanswered(Exception):
-    """A server that does not answer as it should. The message says what to do."""
+    """The server has not answered as it should. The message says what to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """The facts of which a client's configuration is made."""
+    """The facts about a running server that a client's configuration needs."""
 
     url: str  # without a slash at its end
     model: str  # the name that requests give
@@ -33,7 +33,7 @@ class Served:
 
     @property
     def way_to_longer(self) -> str:
-        """Advice for a window that is too short."""
+        """Advice on how to get a longer window, for a window that is too short."""
         advice = "serve a model with a longer window"
         if self.window < self.own_window:
             advice += ", or raise model.max_context, or cache.hbm_tokens where that ends it"
@@ -46,7 +46,8 @@ class Served:
 
     @property
     def shell_key(self) -> str:
-        """The key as a shell's word: never the key itself."""
+        """The key as a shell command needs it: the variable that holds it, never the key itself. NO_KEY if the server
+        wants none."""
         return f'"${self.key_variable}"' if self.key_variable else NO_KEY
 
 
@@ -61,7 +62,7 @@ class Server:
         self._sessions: dict[str, None] = {}  # sessions that `post` has made, in order
 
     def served(self, name: str | None) -> Served:
-        """Return what a client needs to know. name: the model, where several are served."""
+        """Return the facts about the server. name: the model, if several are served; None: the first one."""
         listed = self._ask("GET", "/v1/models", None, TIMEOUT_S).get("data") or []
         models = [model for model in listed if name is None or model["id"] == name]
         if not models and name is not None and listed:
@@ -83,11 +84,11 @@ class Server:
         )
 
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Return the answer to a request. The session that it has made is one of `delete_sessions`."""
+        """Send a request and return its answer. The session that it belongs to is remembered for `delete_sessions`."""
         return self._ask("POST", path, body, ANSWER_TIMEOUT_S)
 
     def delete_sessions(self) -> list[str]:
-        """Delete the sessions that `post` has made. Returns those that could not be deleted."""
+        """Delete the sessions of all requests that `post` has sent. Returns those that could not be deleted."""
         left = []
         for session_id in self._sessions:
             for _ in range(DELETE_TRIES):

@@ -23,8 +23,8 @@ class Written:
 
 
 def write(path: Path, form: Format, config: Any) -> Written:
-    """Put a configuration into a file. Other processes see the old file or the new one, never a part. Line ends and a
-    byte order mark stay as they are.
+    """Put a configuration into a file, and keep a copy of the old file. Other processes see the old file or the new
+    one, never a part. Line ends and a byte order mark stay as they are.
 
     Raises NotMerged if the file has content that cannot be kept safely, and OSError.
     """

@@ -33,7 +33,8 @@ class Call:
 
 
 class Dialect(Protocol):
-    """A form of requests. `first` wants a call, `second` brings the result of that call."""
+    """An API in whose form a trial is sent. `first` is a request that requires a call; `second` brings the result of
+    that call."""
 
     path: str
 
@@ -137,7 +138,7 @@ DIALECTS: dict[str, Dialect] = {"chat": Chat(), "responses": Responses(), "messa
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The result of a trial. Without a call there was no second request, and all numbers are 0."""
+    """The result of a trial. If no call was read, no second request was sent, and all numbers are 0."""
 
     problem: str  # "": all is well
     call: str = ""  # the call that was read
@@ -150,7 +151,8 @@ class Outcome:
 
 
 def attempt(dialect: Dialect, model: str, post: Post) -> Outcome:
-    """Send both requests. post: sends a body to a path and returns the answer; what it raises is not caught."""
+    """Send both requests of a trial, and judge the answers. post: sends a body to a path and returns the answer; its
+    exceptions are not caught."""
     first = dialect.first(model)
     answer = post(dialect.path, first)
     call = dialect.call(answer)

@@ -22,7 +22,8 @@ _TEXTS = ("text", "input_text", "output_text")
 
 
 def blocks(messages: object, losses: Losses) -> object:
-    """Return messages in the form that the schema takes. Malformed ones stay as they are, for the schema to judge."""
+    """Return Anthropic's messages with content that the schema takes. Malformed messages stay as they are, so that the
+    schema refuses them."""
     if not isinstance(messages, list):
         return messages
     asked = asked_at([message.get("role") if isinstance(message, dict) else None for message in messages])

@@ -12,7 +12,7 @@ _OF_ANSWERS = ("tool_calls", "refusal", "audio", "function_call")
 
 def chat_messages(messages: object, losses: Losses) -> object:
     """Return a chat's messages in the form that the schema takes. The list itself is returned if nothing has to change,
-    as in most requests. Malformed messages stay as they are, for the schema to judge."""
+    as in most requests. Malformed messages stay as they are, so that the schema refuses them."""
     if not isinstance(messages, list) or all(_is_plain(message) for message in messages):
         return messages
     asked = asked_at([message.get("role") if isinstance(message, dict) else None for message in messages])
@@ -134,14 +134,16 @@ def _call(call: object, made_up_id: str) -> Message | None:
 
 
 def custom_call(custom: dict[str, Any]) -> dict[str, Any]:
-    """Return the function's name and arguments for a call of a custom tool, whose input is one string."""
+    """Return a custom tool's call as a call of a function: its name and arguments. The tool's input becomes the
+    argument `input`."""
     given = custom.get("input")
     text = given if isinstance(given, str) else "" if given is None else as_json(given)
     return {"name": custom.get("name"), "arguments": custom_arguments(text)}
 
 
 def custom_arguments(given: str) -> str:
-    """Return the arguments of the function that stands for a custom tool. given: the input of the call."""
+    """Return the arguments by which a function is called that stands for a custom tool. given: the input of that
+    tool."""
     return json.dumps({"input": given}, ensure_ascii=False)
 
 

@@ -29,9 +29,9 @@ _THEIRS = ("_output", "_response")  # endings of the types of items that a clien
 
 
 def input_items(items: object, losses: Losses) -> object:
-    """Return items in the form that the schema takes: an item of a type that it does not know becomes calls and texts,
-    or is left out. Malformed items stay as they are, for the schema to judge, and so does an unknown item that stands
-    last, because it may be what the request asks."""
+    """Return items in the form that the schema takes. Items of unknown types become calls and texts, or are left out.
+    Malformed items stay as they are, so that the schema refuses them. So does an unknown item that is the last, because
+    it may be what the request asks."""
     if not isinstance(items, list):
         return items
     items = [_referenced(item) for item in items]

@@ -34,7 +34,7 @@ _BINARY = ("image/", "audio/", "video/", "application/pdf", "application/zip", "
 
 
 class Losses:
-    """The names of what was left out of a request, in order and each once."""
+    """The names of what was left out of a request, in order and without repetitions."""
 
     def __init__(self, names: Sequence[str] = ()) -> None:
         self._names = dict.fromkeys(names)
@@ -48,25 +48,25 @@ class Losses:
 
 
 def placeholder(what: str) -> str:
-    """Return the text that stands for a part of which nothing can be shown."""
+    """Return the text that stands in a message for a part that a model of text cannot read. what: the kind of part."""
     return f"[{what}: not shown, this model reads text]"
 
 
 def as_json(value: object) -> str:
-    """Return the JSON of what should have been a text, always the same for the same value."""
+    """Return a value that should have been a text as JSON, always the same for the same value."""
     return json.dumps(value, ensure_ascii=False, sort_keys=True)
 
 
 def as_arguments(value: object) -> str:
-    """Return the arguments of a call as a text, whatever their form. A call without arguments has an empty object."""
+    """Return the arguments of a call as a text, whatever type a client gave them; "{}" if there are none."""
     if value is None:
         return "{}"
     return value if isinstance(value, str) else as_json(value)
 
 
 def short_id(call_id: object) -> str:
-    """Return the id of a call, alike in the call and its result. One that is too long is cut and ends in its hash; one
-    that is no text becomes its JSON, and one that is missing a word."""
+    """Return the id of a call in a form that can be used: the same for the call and its result. One that is too long is
+    cut and ends in its hash, one that is not a string becomes its JSON, and a missing one becomes `NO_ID`."""
     if call_id is None or call_id == "":
         return NO_ID
     if not isinstance(call_id, str):
@@ -78,19 +78,19 @@ def short_id(call_id: object) -> str:
 
 
 def line(what: str, said: object) -> str:
-    """Return one line that stands for something that happened. said: a text, or JSON."""
+    """Return one line of text that stands for an event in the history, such as a call of another server's tool. said:
+    its text, or a value that is shown as JSON."""
     text = said if isinstance(said, str) else json.dumps(said, ensure_ascii=False, sort_keys=True)
     text = " ".join(text.split())
     return f"[{what}: {text[:MAX_LINE_CHARS]}]" if text else f"[{what}]"
 
 
 def asked_at(roles: Sequence[object]) -> int | None:
-    """Return the index of the message that the request asks about: the last one of a user, unless the model has
-    answered it; None if there is none. A message of the model that stands last was begun for it to go on with, and is
-    no answer.
-    roles: for each message "assistant" if the model made it, "user" if a user did, else anything.
+    """Return the index of the message that the request asks about: the last one of a user, unless an answer follows it.
+    None if there is none. A message of the model that is the last of all does not count as an answer, since the model
+    is to continue it. roles: for each message "assistant" if the model made it, "user" if a user did, else anything.
 
-    Earlier messages are history, also where no answer separates them from the last: a message that was refused comes
+    Earlier messages are history, even without an answer between them and the last: a message that was refused comes
     back with the next one."""
     for place in range(len(roles) - 1, -1, -1):
         if roles[place] == "user":
@@ -101,13 +101,13 @@ def asked_at(roles: Sequence[object]) -> int | None:
 
 
 def readable(content: object, losses: Losses, *, field: str, is_asked: bool, inside: str = "content") -> object:
-    """Return a content whose parts are all texts. What is no list of parts is returned as it is. A bare string is a
+    """Return a content in which all parts are texts; a content that is no list is returned as it is. A string is a
     text, and so is a part with a text and no type. In the history a text that is null is empty, and a malformed part
-    becomes its JSON, or is left out where it says nothing.
+    becomes its JSON, or is left out if it says nothing.
 
-    field: the request field that is named where a part is lost. inside: the field of its items that is this content,
-    for what is unknown in a text. is_asked: whether this is the last message of a user;
-    then a part that cannot be shown, or is malformed, is kept, for the schema to refuse."""
+    field: the request field to name when a part is lost. inside: the field of its items that holds this content, to
+    name unknown fields of a text. is_asked: whether this is the message that the request asks about (`asked_at`). Its
+    parts that cannot be shown, or are malformed, are kept, so that the schema refuses them."""
     if not isinstance(content, list) or all(_is_own(part) for part in content):
         return content
     parts: list[object] = []
@@ -125,8 +125,8 @@ def readable(content: object, losses: Losses, *, field: str, is_asked: bool, ins
 
 
 def content_of(content: object, losses: Losses, *, field: str, is_asked: bool) -> object:
-    """Return the content of a message as `readable` does. In the history another value than a text or a list is one
-    part, or else its JSON."""
+    """Return the content of a message as `readable` does. In the history, a content that is neither text nor list is
+    treated as one part, or becomes its JSON."""
     if isinstance(content, str | list | None) or is_asked:
         return readable(content, losses, field=field, is_asked=is_asked)
     is_part = isinstance(content, dict) and ("type" in content or "text" in content)
@@ -163,7 +163,7 @@ def _odd(part: object, losses: Losses, field: str) -> str | None:
 
 
 def text_of(part: Part) -> str | None:
-    """Return the text of a part that has one; None for an image and the like, and for a part of an unknown type."""
+    """Return the text of a content part; None if it has none, such as an image, or is of an unknown type."""
     read = _READERS.get(part["type"])
     try:
         return None if read is None else read(part)
