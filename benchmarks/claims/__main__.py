@@ -21,7 +21,7 @@ DETAIL = (
 
 
 def main() -> int:
-    """Return 1 if a document does not repeat a claim that it should."""
+    """Write the documents. Returns the exit status: 1 if a document does not repeat a claim that it should."""
     found = claims()
     (DOCS / "results.md").write_text(results_page(found, DETAIL), encoding="utf-8")
     status = 0

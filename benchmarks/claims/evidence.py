@@ -27,7 +27,7 @@ _WAIT_S, _LOOK_S = 1800.0, 15.0
 
 
 def staleness(result_commit: str) -> str:
-    """Say why a result should be measured again; empty: it is fresh."""
+    """Return why a result of this commit should be measured again; empty if it is fresh."""
     if result_commit.endswith("-dirty"):
         return "from sources with changes"
     known = subprocess.run(
@@ -45,7 +45,8 @@ def _is_ancestor(result_commit: str) -> bool:
 
 
 def stale(found: Sequence[Claim], names: Sequence[str] = ()) -> dict[str, tuple[str, str]]:
-    """Return the command and the reason of each stale result by its name; names: only these, fresh or not."""
+    """Return the stale results: name -> (command that measures it, why it is stale). names: return exactly these
+    instead, stale or not."""
     results = {claim.result: claim for claim in found}
     if names:
         return {name: (results[name].command, "named") for name in names}
@@ -54,7 +55,7 @@ def stale(found: Sequence[Claim], names: Sequence[str] = ()) -> dict[str, tuple[
 
 
 def wait_until_idle(load: Callable[[], float] = lambda: os.getloadavg()[0]) -> bool:
-    """Wait for other programs to end; False: they have not in half an hour."""
+    """Wait until the machine has little other load. Returns False if it still has after half an hour."""
     ends_s = time.monotonic() + _WAIT_S
     while load() > IDLE_LOAD * (os.cpu_count() or 1):
         if time.monotonic() > ends_s:
@@ -64,7 +65,7 @@ def wait_until_idle(load: Callable[[], float] = lambda: os.getloadavg()[0]) -> b
 
 
 def main() -> int:
-    """Return the number of programs that failed."""
+    """Run the programs. Returns the number of them that failed, as the exit status."""
     parser = argparse.ArgumentParser(description="Measure again what documents claim, where the result is stale.")
     parser.add_argument("names", nargs="*", help="of results; default: the stale ones")
     parser.add_argument("--list", action="store_true", help="only say what is stale, and why")

@@ -19,7 +19,7 @@ commit that ends in `-dirty` had changes beside it that were not committed.
 
 
 def results_page(claims: Sequence[Claim], detail: Sequence[tuple[str, str]]) -> str:
-    """Return docs/results.md. detail: titles and addresses of pages with tables and plots."""
+    """Return the text of docs/results.md. detail: (title, address) of each page with tables and plots."""
     lines = [_HEAD, *(f"- [{title}]({address})" for title, address in detail)]
     for theme, together in groupby(claims, key=lambda claim: claim.theme):
         lines += [
@@ -48,8 +48,8 @@ def _missed(claim: Claim) -> str:
 
 
 def with_numbers(text: str, claims: Iterable[Claim]) -> str:
-    """Return a document with the numbers of these claims in the sentences that it repeats. Line breaks and emphasis
-    stay, and so do sentences that are written in other words."""
+    """Return a document in which the sentences that repeat these claims have the claims' present numbers. Line breaks
+    and emphasis stay, and so do sentences in other words."""
     for claim in claims:
         parts = claim.marked.split("**")
         pattern = "".join(_NUMBER if n % 2 else f"({_words(part)})" for n, part in enumerate(parts))
@@ -63,7 +63,7 @@ def _between(found: re.Match[str], numbers: Sequence[str]) -> str:
 
 
 def missing(text: str, claims: Iterable[Claim]) -> Iterator[str]:
-    """Yield the claims that a document does not repeat, word by word and with their numbers."""
+    """Yield the sentences of the claims that a document does not contain, word by word and with their numbers."""
     words = _bare(text)
     return (claim.sentence for claim in claims if _bare(claim.sentence) not in words)
 
@@ -79,5 +79,5 @@ def _words(text: str) -> str:
 
 
 def of_page(claims: Iterable[Claim], page: Path, root: Path) -> list[Claim]:
-    """Return the claims that a document repeats."""
+    """Return the claims that the document `page` has to repeat."""
     return [claim for claim in claims if str(page.relative_to(root)) in claim.pages]

@@ -87,7 +87,7 @@ def _claim(told: Mapping[str, Any], results: Path) -> Claim:
 
 
 def machine_of(result: Mapping[str, Any]) -> str:
-    """Return the processor or GPU of a result in a few words."""
+    """Return the name of the GPU that a result was measured on, or else of the processor and how many cores it has."""
     machine = result["machine"]
     if machine.get("gpu"):
         return str(machine["gpu"])
@@ -96,7 +96,8 @@ def machine_of(result: Mapping[str, Any]) -> str:
 
 
 def value_at(result: Any, path: str) -> Any:
-    """Return what a result holds at a path. Raises LookupError."""
+    """Return the value at a path in a result. (The module's docstring describes paths.) Raises LookupError if there is
+    none."""
     if " / " in path:
         above, below = path.split(" / ")
         return value_at(result, above) / value_at(result, below)

@@ -62,7 +62,8 @@ WINDOW, CUT_WINDOW = 640, 256
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """A way to make one server lose its HBM between two turns, and what must then be seen."""
+    """A way to make a server lose KV from HBM between two turns, and the tiers that must then serve most of the
+    history."""
 
     name: str
     settings: Mapping[str, str | int | float]
@@ -119,7 +120,7 @@ class Conversation:
 
 @dataclass(slots=True)
 class Tally:
-    """The findings of one mode."""
+    """The counts and differences of one mode."""
 
     turns: int = 0
     returning: int = 0  # turns with a history that count: after a cut where the mode is about cuts
@@ -133,13 +134,13 @@ class Tally:
     seconds: float = 0.0
 
     def share(self, *tiers: str) -> float:
-        """The share of the history tokens of returning turns that these tiers served."""
+        """Return the share of returning turns' history tokens that came from these tiers."""
         return sum(self.history_tokens[tier] for tier in tiers) / max(1, self.history_tokens.total())
 
 
 def read_conversations(file: Path, opening_words: int) -> Iterator[Conversation]:
-    """The dialogues of the file in a drawn order, for ever. Every utterance, whoever made it, is one turn of the user;
-    the first turn is as many of them as have `opening_words` together."""
+    """Yield conversations made of the file's dialogues, in random order and without end. Every utterance, whoever made
+    it, is one turn of the user; the first turn joins as many of them as have `opening_words` words together."""
     with gzip.open(file, "rt", encoding="utf-8") as lines:
         rows = [json.loads(line) for line in lines]
     rng = random.Random(0)
@@ -153,7 +154,7 @@ def read_conversations(file: Path, opening_words: int) -> Iterator[Conversation]
 
 
 class Arm:
-    """A server that may be stopped, or killed, and started again on its directory."""
+    """A server that can be stopped or killed, and started again with the same state directory."""
 
     def __init__(self, name: str, settings: Mapping[str, str | int | float]) -> None:
         self._name, self._running, self._stack = name, ExitStack(), ExitStack()
@@ -166,7 +167,7 @@ class Arm:
         self.client = client_of(self.server.url)
 
     async def again(self, how: str) -> None:
-        """`how`: restart | kill."""
+        """Stop the server and start it again. how: "restart", or "kill" to kill it first."""
         await self.client.close()
         if how == "kill":
             self.server.kill()
@@ -185,7 +186,7 @@ class Arm:
 
 
 class Comparison:
-    """One mode on its server, beside the reference."""
+    """A comparison of the texts of two servers: one in a mode, and a reference without its tiers."""
 
     def __init__(
         self, mode: Mode, tiered: Arm, reference: Arm, tokenizer: Tokenizer, on_returning: Callable[[], None]
@@ -195,7 +196,7 @@ class Comparison:
         self._tokenizer, self._on_returning = tokenizer, on_returning
 
     async def run(self, conversations: Iterator[Conversation], returning: int) -> None:
-        """Rounds of conversations until `returning` turns have been compared."""
+        """Play conversations, some of them in turns, until `returning` turns with a history have been compared."""
         started = time.monotonic()
         group = 0
         while self.tally.returning < returning and not self.tally.errors:
@@ -264,7 +265,8 @@ class Comparison:
 
 
 def plan(wanted: list[str], turns: int, cut_turns: int) -> dict[str, int]:
-    """Returning turns of each mode, so that each kind comes to its total."""
+    """Return how many returning turns each mode has to compare: equal shares of `turns`, or of `cut_turns` for the
+    modes in which the window overflows."""
     modes = [mode for mode in MODES if mode.name in wanted]
     totals = {False: turns, True: cut_turns}
     counts = Counter(mode.cuts for mode in modes)
@@ -272,7 +274,7 @@ def plan(wanted: list[str], turns: int, cut_turns: int) -> dict[str, int]:
 
 
 def verdicts(tallies: Mapping[str, Tally], planned: Mapping[str, int], exact: bool) -> dict[str, bool]:
-    """Return each line that is held to, and whether it holds. exact: near-ties are no excuse."""
+    """Return claim -> whether it holds. exact: differences at near-ties count as differences too."""
     differences = [d for tally in tallies.values() for d in tally.differences]
     near_ties = sum(d["excused"] for d in differences)
     held = {
@@ -318,7 +320,7 @@ def _shown(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def measure(run: Run) -> dict[str, Any]:
-    """The result is written after every mode."""
+    """Compare all modes and return the result. The result is written after every mode."""
     arguments, exact = run.arguments, run.arguments.exact == "on"
     wanted = arguments.modes or [mode.name for mode in MODES if not (mode.cuts and exact)]
     planned = plan(wanted, arguments.turns, arguments.cut_turns)

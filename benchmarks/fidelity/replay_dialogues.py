@@ -63,8 +63,8 @@ class Conversation:
         return [*self.messages, {"role": "user", "content": self.user_turns[len(self.turns)]}]
 
     def is_open(self, tokenizer: Tokenizer, max_context: int, max_tokens: int) -> bool:
-        """Whether another turn is to be had. The length of its prompt is bounded from above, without the template:
-        the tokens of the turn before, those of the new message, and markup."""
+        """Return whether another turn can be played. The length of its prompt is bounded from above, without the
+        template: the tokens of the turn before, those of the new message, and markup."""
         if self.error is not None or len(self.turns) >= len(self.user_turns):
             return False
         history = 0
@@ -78,7 +78,7 @@ class Conversation:
 
 
 def read_dialogues(data: Path, count: int, rounds: int) -> list[Conversation]:
-    """`count` dialogues drawn from the file, with the first `rounds` turns of the user of each."""
+    """Return `count` random dialogues of the file, with the first `rounds` turns of the user of each."""
     with gzip.open(data / "dialogues/topical_chat.jsonl.gz", "rt", encoding="utf-8") as lines:
         rows = [json.loads(line) for line in lines]
     return [
@@ -88,7 +88,7 @@ def read_dialogues(data: Path, count: int, rounds: int) -> list[Conversation]:
 
 
 class Replay:
-    """Both servers, and the conversations that are open."""
+    """A player of conversations on both servers."""
 
     def __init__(self, servers: dict[str, ServerProcess], tokenizer: Tokenizer, run: Run) -> None:
         self._servers, self._tokenizer, self._advance = servers, tokenizer, run.advance
@@ -97,7 +97,7 @@ class Replay:
         self._max_tokens, self._at_once = run.arguments.max_tokens, run.arguments.at_once
 
     async def run(self, conversations: list[Conversation]) -> None:
-        """Play all of them, always `at_once` of them open."""
+        """Play all conversations, `at_once` of them at a time."""
         for mode in MODES:  # the first request of a process pays for what it sets up
             await self._ask(mode, [{"role": "user", "content": "Hello"}])
         waiting = iter(conversations)
@@ -144,7 +144,7 @@ class Replay:
 
 
 def summarize(conversations: list[Conversation]) -> dict[str, Any]:
-    """Everything that is reported, as plain values."""
+    """Return everything that is reported of the conversations, as plain values."""
     turns = [turn for c in conversations for turn in c.turns]
     history: dict[int, int] = defaultdict(int)
     cached: dict[int, int] = defaultdict(int)
@@ -185,7 +185,7 @@ def summarize(conversations: list[Conversation]) -> dict[str, Any]:
 
 
 def verdicts(summary: dict[str, Any]) -> dict[str, bool]:
-    """Return each line that is held to, and whether it holds."""
+    """Return claim -> whether it holds."""
     excused = [d for d in summary["differences"] if d["excused"]]
     return {
         "no errors": not summary["errors"],

@@ -66,7 +66,7 @@ STOPS = (".", "?", " you", " the", "\n")
 
 @dataclass(slots=True)
 class Turn:
-    """One request as it was sent, and what came back; `left` when the client did not wait for the end."""
+    """One request as it was sent, and its answer. `left`: the client disconnected before the end."""
 
     messages: list[Message]
     parameters: dict[str, Any]
@@ -80,7 +80,7 @@ class Turn:
 
 @dataclass(slots=True)
 class Tally:
-    """The observations of all streams together."""
+    """The conversations, errors and memory sizes that the streams have recorded."""
 
     conversations: list[list[Turn]] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
@@ -101,7 +101,7 @@ def draw_parameters(rng: random.Random) -> dict[str, Any]:
 
 
 def opening(rng: random.Random) -> list[Message]:
-    """The system message of a new conversation: one that many share, one nobody has, or none."""
+    """Return the system message of a new conversation: one that many conversations share, one of its own, or none."""
     kind = rng.random()
     if kind < 0.5:
         return [{"role": "system", "content": rng.choice(SHARED_SYSTEMS)}]
@@ -111,7 +111,7 @@ def opening(rng: random.Random) -> list[Message]:
 
 
 class Soak:
-    """The streams against one server."""
+    """A number of streams (clients that hold one conversation after another) on one server."""
 
     def __init__(self, server: ServerProcess, *, seconds: float, streams: int) -> None:
         self._server, self._client = server, client_of(server.url)
@@ -190,7 +190,8 @@ class Soak:
 
 
 def memory_growth(memory: list[tuple[float, int, int]]) -> dict[str, dict[str, Any]]:
-    """Per process, the least-squares slope of resident memory after the warm-up, its mean, and its course."""
+    """Return for each process the growth of its resident memory after the warm-up (slope of least squares, MiB a
+    minute), its mean, and its course in tenths of the run. memory: (seconds, bytes of the app, bytes of the engine)."""
     seconds, app, engine = np.array(memory).T
     settled = seconds >= WARM_UP * seconds[-1]
     growth: dict[str, dict[str, Any]] = {}
@@ -205,7 +206,7 @@ def memory_growth(memory: list[tuple[float, int, int]]) -> dict[str, dict[str, A
 
 
 def wait_idle(server: ServerProcess, timeout_s: float) -> dict[str, float]:
-    """The accounts once they are settled, or as they are when the time is up."""
+    """Wait until the server's accounts (what runs, waits or is leased) are all 0, at most `timeout_s`. Returns them."""
     deadline_s = time.monotonic() + timeout_s
     while True:
         metrics = server.metrics()
@@ -247,7 +248,7 @@ async def compare_alone(server: ServerProcess, conversations: list[list[Turn]], 
 
 
 def tier_settings(model: str) -> dict[str, str | int | float]:
-    """The sizes of the lower tiers for a model; KV of float32 is twice as large as that of bfloat16."""
+    """Return the settings of the lower tiers for a model. KV in float32 takes twice as many bytes as in bfloat16."""
     per_token = 2 * kv_bytes_per_token(model)
     return {
         "cache.mode": "attentionstore",
@@ -258,14 +259,14 @@ def tier_settings(model: str) -> dict[str, str | int | float]:
 
 
 def history_by_tier(metrics: dict[str, float]) -> dict[str, int]:
-    """Tokens of earlier turns that were found in each tier."""
+    """Return tier -> number of tokens of earlier turns whose KV was found there."""
     return {tier: int(metrics[f'reprise_history_tokens_total{{outcome="{tier}"}}']) for tier in ("hbm", "dram", "disk")}
 
 
 def verdicts(
     errors: list[str], growth: dict[str, Any], idle: dict[str, float], alone: dict[str, Any], history: dict[str, int]
 ) -> dict[str, bool]:
-    """Judge what is held."""
+    """Return claim -> whether it holds."""
     greedy = [d for d in alone["differences"] if d["kind"] == "greedy"]
     seeded = [d for d in alone["differences"] if d["kind"] == "seeded"]
     slow = f"grows by at most {MAX_GROWTH_MIB_PER_MIN:g} MiB a minute"
@@ -317,7 +318,7 @@ def show(console: Console, result: dict[str, Any]) -> None:
 
 
 def answered(result: Result) -> float:
-    """The share of requests."""
+    """Return the share of requests without an error."""
     failed, requests = len(result["errors"]), int(result["counts"]["requests"])
     return 1.0 - failed / max(1, requests)
 

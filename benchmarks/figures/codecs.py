@@ -12,14 +12,15 @@ BLOCK_TOKENS, BYTES_PER_NUMBER = 32, 2
 
 
 def bits_by_layer(result: dict[str, Any], codec: str) -> list[float]:
-    """Return the bits that a calibrated codec gives a number of each layer's K and V."""
+    """Return for each layer how many bits a calibrated codec spends on a number of K and V."""
     sizes = result["calibrated"][codec]["bytes_by_layer"]
     numbers = BLOCK_TOKENS * result["settings"]["raw_bytes_per_token"] / BYTES_PER_NUMBER / len(sizes)
     return [8 * size / numbers for size in sizes]
 
 
 def draw(result: dict[str, Any], out: Path) -> None:
-    """Left divergence by bytes; right the bits of each layer, for each budget."""
+    """Draw the codec figure into `out`. Left: KL divergence from raw KV against bytes. Right: bits of a number by
+    layer, a line for each calibrated codec."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(9.6, 3.6))
     for name, row in result["codecs"].items():
         place, is_ours = (row["bytes_of_raw"], row["kl"]), name in result["calibrated"]
@@ -86,7 +87,8 @@ def selector_section(result: dict[str, Any], machine: str) -> list[str]:
 
 
 def draw_selectors(quality: dict[str, Any], out: Path) -> None:
-    """Left tokens decoded a second by context; right how many needles are found, by the share of rows that is read."""
+    """Draw the figure of selectors into `out`. Left: tokens decoded a second by context. Right: needles found, by the
+    share of rows that is read."""
     speed = load("selectors_speed_smollm2")
     figure, (left, right) = plt.subplots(1, 2, figsize=(9.6, 3.6))
     for streams, style in ((1, "--"), (8, "-")):

@@ -18,7 +18,7 @@ SHOWN = {
 
 
 def draw(result: dict[str, Any], out: Path) -> None:
-    """Milliseconds of a step by streams and context, one panel for each number of streams."""
+    """Draw the milliseconds of a decode step by context and arm into `out`, one panel for each number of streams."""
     streams = sorted({row["streams"] for row in result["rows"]})
     figure, axes = panels(len(streams), (4.8, 3.4))
     for axis, count in zip(axes, streams, strict=True):

@@ -11,7 +11,8 @@ SHOWN = {"off": GREY, "on": BLUE}
 
 
 def draw(result: dict[str, Any], out: Path) -> None:
-    """Tokens a second by kind of answer, one panel for each number of conversations at once."""
+    """Draw the tokens a second by kind of answer, with drafts and without, into `out`; one panel for each number of
+    conversations at once."""
     streams = sorted({row["streams"] for row in result["rows"]})
     figure, axes = panels(len(streams), (4.8, 3.6))
     for axis, count in zip(axes, streams, strict=True):

@@ -18,7 +18,7 @@ SHOWN_TURNS = (1, 2, 5, 10)  # rows of a table beside the picture, which has all
 
 
 def draw_replay(result: dict[str, Any], out: Path) -> None:
-    """Time to first token by turn."""
+    """Draw the time to first token by turn, with prefix caching and with recomputing, into `out`."""
     figure, axes = panels(1)
     turns = [row["turn"] for row in result["by_turn"]]
     for mode, color, label in (("recompute", GREY, "computes the history again"), ("prefix", BLUE, "keeps it")):
@@ -79,8 +79,8 @@ def replay_section(result: dict[str, Any], machine: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """The part of a page that shows one result. `lines` is called with the result and the words that say what measured
-    it; `draw` with the result and the file of the picture."""
+    """The part of a page that shows one result. lines: returns the section's lines, given the result and a line on how
+    it was measured. draw: draws the section's picture into a file."""
 
     result: str
     lines: Callable[[dict[str, Any], str], list[str]]
@@ -141,7 +141,7 @@ INTRODUCTION = (
 
 
 def page(name: str, pictures: Path) -> str:
-    """Draw a page's pictures into a folder, and return its text."""
+    """Draw the pictures of a page into the folder `pictures`. Returns the page's text."""
     title, sections = PAGES[name]
     lines = [f"# {title}", "", INTRODUCTION, ""]
     for section in sections:

@@ -11,7 +11,7 @@ TITLES = {"1b": "1.5 G parameters", "8b": "8 G parameters"}
 
 
 def draw(result: dict[str, Any], out: Path) -> None:
-    """Milliseconds for a token of each stream, one panel per model."""
+    """Draw the milliseconds of a token by number of streams into `out`, one panel for each model."""
     figure, axes = panels(len(TITLES), (4.8, 3.4))
     for axis, (shape, title) in zip(axes, TITLES.items(), strict=True):
         turns, baseline = result["shapes"][shape]["turns"], result["shapes"][shape]["baseline"]

@@ -21,7 +21,8 @@ HIERARCHY_ARMS = {
 
 
 def draw(result: Result, out: Path) -> None:
-    """Time to first token by turn, where HBM holds a quarter of the conversations."""
+    """Draw the time to first token by turn into `out`, a line for each server. HBM holds a quarter of the
+    conversations."""
     figure, (axis,) = panels(1, (7.6, 3.8))
     for arm, (color, style, label) in HIERARCHY_ARMS.items():
         by_turn = result["arms"].get(arm, {}).get("by_turn")

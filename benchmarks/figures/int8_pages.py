@@ -12,7 +12,7 @@ SHOWN = {"auto": ("bf16", GREY), "int8": ("int8", BLUE)}
 
 
 def draw(result: dict[str, Any], out: Path) -> None:
-    """Milliseconds a token by context, one panel for each number of streams."""
+    """Draw the milliseconds of a token by context into `out`, one panel for each number of streams."""
     streams = sorted({row["streams"] for row in result["decoding"]})
     figure, axes = plt.subplots(1, len(streams), figsize=(8.4, 3.2))
     for axis, count in zip(axes, streams, strict=True):

@@ -11,13 +11,13 @@ import matplotlib.pyplot as plt
 
 
 def panels(number: int = 1, size: tuple[float, float] = (5.2, 3.8)) -> tuple[Any, Sequence[Any]]:
-    """Return a figure and its panels, beside each other, each of this size in inches."""
+    """Return (figure, its panels), the panels side by side. size: inches of each panel."""
     figure, axes = plt.subplots(1, number, figsize=(size[0] * number, size[1]), squeeze=False)
     return figure, axes[0]
 
 
 def save_panels(figure: Any, axes: Sequence[Any], out: Path, dpi: int = 130) -> None:
-    """Leave out what shows nothing, write the picture and give its memory back."""
+    """Write a figure into `out` without the panels' upper and right frame, and free its memory."""
     for axis in axes:
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(alpha=0.3)
@@ -27,8 +27,8 @@ def save_panels(figure: Any, axes: Sequence[Any], out: Path, dpi: int = 130) -> 
 
 
 def bars(axis: Any, series: Mapping[str, Sequence[float | None]], colors: Sequence[str], shown: str = "") -> None:
-    """Draw a group of bars for each place, one of each series (None: it has none there). shown: format of values above
-    the bars; empty: none."""
+    """Draw a group of bars for each place on the axis, with a bar of each series. series: label -> value at each place;
+    None: no bar. shown: format of the values above the bars; empty: none are shown."""
     width = 0.8 / len(series)
     for number, (label, values) in enumerate(series.items()):
         offset = (number - (len(series) - 1) / 2) * width
@@ -39,7 +39,7 @@ def bars(axis: Any, series: Mapping[str, Sequence[float | None]], colors: Sequen
 
 
 def table(headings: str, rows: Iterable[Sequence[object]]) -> list[str]:
-    """Return the lines of a Markdown table. headings: as they stand between the outer bars."""
+    """Return the lines of a Markdown table. headings: the first line, without its outer bars."""
     lines = [f"| {headings.lstrip()} |", "|---" * (headings.count("|") + 1) + "|"]
     return [*lines, *(f"| {' | '.join(map(str, cells))} |" for cells in rows)]
 
@@ -54,7 +54,7 @@ def _lines(part: str | list[str]) -> list[str]:
 
 
 def held(result: dict[str, Any]) -> str:
-    """Return how many of its aims a result meets, and name those that it misses."""
+    """Return a sentence on how many of its aims a result meets. It names those that are missed."""
     aims: Mapping[str, bool] = result["held"]
     missed = [what for what, value in aims.items() if not value]
     if not missed:
@@ -63,10 +63,10 @@ def held(result: dict[str, Any]) -> str:
 
 
 def with_error(row: dict[str, Any]) -> str:
-    """Return a divergence with its standard error."""
+    """Return a row's KL divergence with its standard error, as text."""
     return f"{row['kl']:.5f} ± {row['kl_error']:.5f}"
 
 
 def perplexity(row: dict[str, Any], digits: int = 2) -> str:
-    """Return a change of perplexity with its standard error."""
+    """Return a row's change of perplexity with its standard error, as text."""
     return f"{row['perplexity_change']:+.{digits}%} ± {row['perplexity_error']:.{digits}%}"

@@ -16,8 +16,8 @@ Result = dict[str, Any]
 
 
 def draw(result: Result, out: Path) -> None:
-    """Draw what the window bounds: how often a turn is passed, and how long the unluckiest waits. Of the rows, the one
-    with the longest queues where loads are no bottleneck."""
+    """Draw into `out` what the window of an order bounds: how often a turn is overtaken, and the longest waits. The
+    setting is the one with the longest queues among those where loads are no bottleneck."""
     row = max(result["rows"], key=lambda row: (row["new_tokens"], -row["load_factor"], row["share"]))
     figure, axes = panels(2, (5.5, 3.8))
     passed, waits = axes
@@ -103,7 +103,7 @@ def _verdicts(rows: list[Result]) -> list[str]:
 
 
 def served_section(result: Result, machine: str) -> list[str]:
-    """Return the table of first tokens on servers, in each setting."""
+    """Return the lines of the section about queue orders on servers: first tokens in each setting."""
     kinds = ("ttft", "first", "returning", "e2e")
     rows = (
         [f"{row['kv']} | {row['share']:.0%} | {arm}",

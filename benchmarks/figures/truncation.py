@@ -20,7 +20,8 @@ LABELS = {
 
 
 def draw(result: dict[str, Any], out: Path) -> None:
-    """Draw a conversation without end beside perplexities."""
+    """Draw the figure of truncation into `out`. Left: TTFT by turn of a conversation that keeps overflowing the window.
+    Right: perplexity after a cut."""
     parts = result["parts"]
     figure, axes = plt.subplots(1, 2, figsize=(13.0, 3.8), width_ratios=(1.6, 1.0))
     for axis, name, panel in zip(axes, ("endless", "perplexity"), (_turns, _bars), strict=True):

@@ -13,12 +13,12 @@ LIMIT_S = 300.0
 
 
 class StreamFailed(Exception):
-    """The answer was refused, has an error in it, or did not come to its end."""
+    """The answer was refused, contains an error, or ended too early."""
 
 
 class ChatStream:
-    """A request and what has come of its answer, to be read also while `run` is under way. Times are of
-    `time.perf_counter`."""
+    """A streamed chat request and the part of its answer that has arrived, which can be read while `run` is under way.
+    Times are of `time.perf_counter`."""
 
     def __init__(self, url: str, body: dict[str, Any], headers: dict[str, str] | None = None) -> None:
         self._url, self._headers = url, headers or {}
@@ -38,7 +38,7 @@ class ChatStream:
         self._is_over = False
 
     async def run(self) -> "ChatStream":
-        """Return itself at its end. Raises StreamFailed, and what httpx raises."""
+        """Send the request and read its answer to the end. Returns self. Raises StreamFailed, and what httpx raises."""
         try:
             await self._run()
         finally:
@@ -47,7 +47,7 @@ class ChatStream:
         return self
 
     async def has(self, pieces: int) -> None:
-        """Return when so many pieces have come, or `run` has ended. One task may wait."""
+        """Wait until so many pieces of text have arrived, or `run` has ended. Only one task may wait."""
         self._wanted = pieces
         if len(self.pieces) < pieces and not self._is_over:
             self._has_wanted.clear()
@@ -96,12 +96,12 @@ class ChatStream:
 
     @property
     def ttft_s(self) -> float:
-        """The time from the request to its first text."""
+        """The seconds from sending the request to the first text."""
         return self.came_s[0] - self.sent_s
 
     @property
     def context_tokens(self) -> int:
-        """The tokens of the first choice that have run through the model: all but the last one."""
+        """Number of tokens of the first choice whose KV was computed: prompt and answer without the last token."""
         return int(self.usage["prompt_tokens"] + self.usage["completion_tokens"] // self.body.get("n", 1) - 1)
 
     @property
@@ -114,12 +114,12 @@ class ChatStream:
 
     @property
     def route(self) -> dict[str, str]:
-        """The gateway's `replica`, `route` and perhaps `why`, told before the first byte; empty without a gateway."""
+        """The gateway's route as its header tells it: `replica`, `route` and perhaps `why`; empty without a gateway."""
         return dict(part.split("=", 1) for part in self._header("x-route").split("; ") if part)
 
     @property
     def replica(self) -> str:
-        """The replica that sent the answer's end; "" without a gateway."""
+        """The replica that sent the end of the answer; "" without a gateway."""
         return str(self.x_cache.get("route", {}).get("replica", ""))
 
     def _header(self, name: str) -> str:

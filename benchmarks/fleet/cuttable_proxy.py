@@ -17,7 +17,7 @@ _RESET = struct.pack("ii", 1, 0)  # SO_LINGER: closing sends RST
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """The faults of a link. By default there are none."""
+    """The faults of a link; by default there are none."""
 
     delay_s: float = 0.0  # delay of every reply
     bytes_per_s: float = 0.0  # rate of all replies together, and of all requests; 0: unlimited
@@ -26,11 +26,12 @@ class Faults:
 
 
 class CuttableProxy:
-    """Relays connections from a loopback port to a server, on a loop of its own thread. `set` may be called from any
-    thread, and returns when it is done. `cuttable_proxy` makes one."""
+    """A proxy that relays connections from a loopback port to a server, with faults that can be set. It has an event
+    loop on a thread of its own; any thread may call `set`, which returns when it is done. `cuttable_proxy` makes
+    one."""
 
     def __init__(self, target: Path) -> None:
-        """target: the server's unix socket."""
+        """Set up. target: the server's unix socket."""
         self._target = target
         self._faults = Faults()
         self.loop = asyncio.new_event_loop()
@@ -45,7 +46,7 @@ class CuttableProxy:
         return f"redis://127.0.0.1:{self.port}/0"
 
     def set(self, faults: Faults) -> None:
-        """Let these faults be there, and no others. What is on its way passes as it was."""
+        """Replace the present faults by these. Bytes that are under way pass as before."""
         self.call(self._set(faults))
 
     def call(self, work: Coroutine[Any, Any, None]) -> None:
@@ -125,7 +126,7 @@ class CuttableProxy:
 
 @contextmanager
 def cuttable_proxy(target: Path) -> Iterator[CuttableProxy]:
-    """Start a proxy, and stop it at the end."""
+    """Start a proxy before a unix socket, and stop it at the end of the `with` block."""
     proxy = CuttableProxy(target)
     thread = threading.Thread(target=proxy.loop.run_forever, name="cuttable-proxy", daemon=True)
     thread.start()

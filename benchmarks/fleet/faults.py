@@ -58,7 +58,8 @@ Script = Sequence[tuple[str, str]]  # questions, with what a single server answe
 
 
 async def reference(server: ServerProcess, count: int, run: Run) -> list[Script]:
-    """Return so many conversations of which every token is clearly the likeliest."""
+    """Return `count` conversations, each with the answers of a single server. They are chosen so that every token of an
+    answer is clearly the likeliest one."""
     scripts: list[Script] = []
     run.expect(count, "a single server")
     number = 0
@@ -84,7 +85,7 @@ async def reference(server: ServerProcess, count: int, run: Run) -> list[Script]
 
 
 class Load:
-    """Clients that talk without a pause until `is_over`."""
+    """A number of clients that hold conversations without a pause until `is_over`, and record each turn."""
 
     def __init__(self, fleets: Mapping[str, FleetProcesses], scripts: list[Script], run: Run) -> None:
         self._fleets, self._scripts, self._run = fleets, scripts, run
@@ -152,7 +153,8 @@ def elsewhere(replica: str) -> str:
 
 
 async def befall(fault: Fault, stores: Stores, fleet: FleetProcesses, load: Load, turns: int, hold_s: float) -> Row:
-    """Let one fault come and go while clients ask for so many turns. Returns what it did to the fleet as a whole."""
+    """Cause one fault and end it again, while clients send `turns` turns. Returns how long it lasted and how soon the
+    fleet recovered."""
     load.fault, goal = fault.name, load.turns + turns
     heads = await asyncio.to_thread(stores.heads) if fault.loses_heads else set()
     began_s = time.monotonic()
@@ -184,7 +186,8 @@ async def befall(fault: Fault, stores: Stores, fleet: FleetProcesses, load: Load
 
 
 async def until(is_so: Callable[[], bool], give_up_s: float = GIVE_UP_S) -> float | None:
-    """Return the seconds until it is so; None if it takes too long. It is called on a thread."""
+    """Wait until `is_so` returns True; it is called on a thread. Returns the seconds that took, or None after
+    `give_up_s`."""
     began_s = time.monotonic()
     while not await asyncio.to_thread(is_so):
         if time.monotonic() - began_s > give_up_s:
@@ -228,7 +231,7 @@ def result_of(rows: list[Row], courses: dict[str, Row], flipped: int) -> dict[st
 
 
 def figures_by_arm(rows: list[Row]) -> dict[str, Any]:
-    """Return what turns have in common, by arm, and how the arms' TTFTs are to each other."""
+    """Return figures of the turns by arm, and the ratios of the arms' TTFTs."""
     found: dict[str, Any] = {}
     for arm in ARMS:
         mine = [row for row in rows if row["arm"] == arm]

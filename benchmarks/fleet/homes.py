@@ -36,7 +36,7 @@ LEAST_HOME = 0.95
 
 
 class Players:
-    """Hold conversations with a fleet; each request goes to the next gateway."""
+    """Clients that hold conversations with a fleet. Each request goes to the next gateway."""
 
     def __init__(self, fleet: FleetProcesses) -> None:
         self._urls = itertools.cycle(gateway.url for gateway in fleet.gateways)
@@ -44,7 +44,8 @@ class Players:
         self.account = Account()
 
     async def play(self, part: str, script: Conversation, start_s: float) -> None:
-        """Send a conversation's turns, each after its think time, and go on with it if it has had turns before."""
+        """Send the turns of a conversation, each after its think time. It continues the conversation of this name, if
+        one was played before. part: of the run. start_s: seconds to wait first."""
         name = script.session_id
         rng = random.Random(f"{part}/{name}")
         talk = self._talks.setdefault(name, Talk(name, is_named=rng.random() < 0.5))
@@ -56,7 +57,7 @@ class Players:
                 return
 
     async def flat_out(self, scripts: Sequence[Conversation]) -> float:
-        """Play conversations without pauses, some at once. Returns turns per second."""
+        """Play conversations without pauses, AT_ONCE of them at a time. Returns turns per second."""
         waiting = iter(scripts)
         began_s = time.perf_counter()
 

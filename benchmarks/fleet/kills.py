@@ -75,20 +75,22 @@ class Kill:
     hit: frozenset[str]  # kinds whose streams came from the victim and had not come whole
 
     def fate(self, kind: str, stream: ChatStream) -> str:
-        """Return what it made of a stream, which has ended since: BROKEN, ENDED, or "" for nothing."""
+        """Return what the kill did to a stream that has ended since. BROKEN: another replica sent its end. ENDED: the
+        killed one had. "": the stream was not at the killed replica."""
         if kind not in self.hit:
             return ""
         return ENDED if stream.replica == self.victim else BROKEN
 
     def pause_s(self, stream: ChatStream) -> float | None:
-        """Return the longest gap of a stream that ended after the kill; None if nothing came after it."""
+        """Return the longest gap between two pieces of a stream that ended after the kill; None if no piece came after
+        it."""
         gaps = (later - earlier for earlier, later in pairwise(stream.came_s) if later > self.killed_s)
         return max(gaps, default=None)
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first place where an answer is not that of the undisturbed server."""
+    """The first token at which an answer differs from that of the undisturbed server."""
 
     kind: str
     choice: int
@@ -99,7 +101,7 @@ class Difference:
 
     @property
     def cause(self) -> str:
-        """Return near-tie, draw or other."""
+        """The cause of the difference: "near-tie" of two tokens, another random "draw", or "other"."""
         if self.kind.startswith("seeded") and math.isfinite(self.gap):
             return "draw"
         return "near-tie" if self.gap < NEAR_TIE else "other"
@@ -118,7 +120,7 @@ def difference(kind: str, expected: ChatStream, found: ChatStream) -> Difference
 
 @dataclass(frozen=True, slots=True)
 class SeenAnswer:
-    """One answer of a round, and the conversation before it."""
+    """One answer of a round, as its client saw it, and figures of the conversation before it."""
 
     kind: str
     error: str = ""
@@ -135,14 +137,14 @@ class SeenAnswer:
 
 @dataclass
 class Spoken(Talk):
-    """A conversation, and what became of its last answer."""
+    """A conversation, and what a kill did to its last answer."""
 
     fate: str = ""
     computed: int = 0
 
 
 class Rounds:
-    """Plays rounds against a fleet and the undisturbed server."""
+    """A player of rounds on a fleet, and on a server that is not disturbed."""
 
     def __init__(self, run: Run, fleet: FleetProcesses, alone_url: str) -> None:
         self._answer_tokens = run.arguments.answer_tokens
@@ -159,7 +161,8 @@ class Rounds:
         return Spoken(f"kills-{self._begun}", self._rng.random() < 0.5, {**KINDS[kind], **more})
 
     async def play(self) -> None:
-        """Play one round: four turns with a kill, and the same four undisturbed."""
+        """Play one round: four turns on the fleet, during which a replica or engine is killed, and the same four on the
+        undisturbed server."""
         fleet, moved = self._fleet, self._move_one()
         for talk in self._talks.values():
             talk.say(words(self._rng, MESSAGE_WORDS))
@@ -212,7 +215,7 @@ class Rounds:
 def answer_of(
     kind: str, talk: Spoken, stream: ChatStream, expected: ChatStream, kill: Kill, *, is_moved: bool
 ) -> SeenAnswer:
-    """Compare an answer with that of the undisturbed server."""
+    """Return an answer of the fleet, compared with that of the undisturbed server (`expected`)."""
     fate, lost = kill.fate(kind, stream), ""
     if talk.session_id and stream.session_id != talk.session_id:
         lost = f"{kind}: not known"
@@ -274,7 +277,7 @@ def result_of(kills: list[Kill], answers: list[SeenAnswer]) -> dict[str, Any]:
 
 
 def share_cached(answers: list[SeenAnswer]) -> float | None:
-    """Return the share of all history that was cached; None without any."""
+    """Return the share of all history tokens that were cached; None if there is no history."""
     return ratio(sum(one.cached for one in answers), sum(one.history for one in answers))
 
 

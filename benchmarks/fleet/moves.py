@@ -42,7 +42,7 @@ CONVERSATIONS_IN_HBM = 2
 
 
 def settings_of(arguments: Namespace, model: Path) -> dict[str, Any]:
-    """Return settings with which two conversations fit HBM, none DRAM, and all of them the disk."""
+    """Return settings with which HBM holds two conversations, DRAM none, and the disk all of them."""
     later = LATER_TOKENS + MARKUP_TOKENS + arguments.answer_tokens
     tokens = arguments.first_tokens + MARKUP_TOKENS + later * arguments.turns
     gib = 2 * kv_bytes_per_token(str(model)) * tokens * arguments.conversations / (1 << 30)  # 2: float32
@@ -53,7 +53,7 @@ def settings_of(arguments: Namespace, model: Path) -> dict[str, Any]:
 
 
 async def play(run: Run, fleet: FleetProcesses, urls: dict[str, str], model: str) -> dict[str, Any]:
-    """Play all conversations. One that meets an error ends there."""
+    """Play all conversations and return the result. A conversation ends at its first error."""
     asked, account, differences = run.arguments, Account(), list[Row]()
     talks = {
         n: {arm: Talk(f"moves-{n}", n % 2 == 0, {"model": model}) for arm in ARMS} for n in range(asked.conversations)

@@ -31,7 +31,7 @@ READY_S = 300.0
 
 
 class Gateway:
-    """A `reprise gateway`. `stop` kills it, and `start` brings it back at its address."""
+    """A `reprise gateway` process. `stop` kills it, and `start` starts it again at the same address."""
 
     def __init__(self, settings: Mapping[str, Any], log: Path) -> None:
         self._settings, self._log = settings, log
@@ -40,7 +40,7 @@ class Gateway:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Return when it answers. Raises ServerFailed."""
+        """Start the gateway and wait until it answers. Raises ServerFailed."""
         port = str(self.port)
         command = [sys.executable, "-c", "from reprise.app.cli.program import main; main()", "gateway", "--port", port]
         for name, value in self._settings.items():
@@ -55,7 +55,7 @@ class Gateway:
 
     @property
     def replicas(self) -> int | None:
-        """The number of replicas that it sends turns to; None if it does not answer."""
+        """The number of replicas to which the gateway sends turns; None if it does not answer."""
         health = _get(f"{self.url}/health")
         return None if health is None else int(health["replicas"])
 
@@ -73,8 +73,8 @@ class Gateway:
 
 @dataclass
 class FleetProcesses:
-    """Names of replicas are those of their directories; one that has gone may be started again. Not thread-safe, but
-    different replicas may be started and stopped by different threads."""
+    """The processes of a fleet. Replicas are named like their directories; one that has ended can be started again. Not
+    thread-safe, but different replicas may be started and stopped by different threads."""
 
     directory: Path
     redis: RedisServer  # the directory's
@@ -90,7 +90,7 @@ class FleetProcesses:
         return self.gateways[0].url
 
     def start(self, name: str) -> None:
-        """Start a replica, where it was before if it was there."""
+        """Start a replica, on the port and in the directory that it had before, if any. Waits until it is ready."""
         port, running = self._ports.setdefault(name, free_port()), ExitStack()
         self.replicas[name] = running.enter_context(
             serve(name, self.settings[name], ready_timeout_s=READY_S, port=port)
@@ -98,23 +98,23 @@ class FleetProcesses:
         self._running[name] = running
 
     def kill(self, name: str) -> None:
-        """SIGKILL to a replica and its engine."""
+        """Kill a replica and its engine with SIGKILL."""
         self.replicas[name].kill()
         self.stop(name)
 
     def kill_engine(self, name: str) -> None:
-        """SIGKILL to the engine of a replica, which starts another one."""
+        """Kill the engine of a replica with SIGKILL. The replica then starts another one."""
         engine = self.replicas[name].engine
         engine.kill()
         psutil.wait_procs([engine], timeout=20)
 
     def wait_ready(self, name: str) -> None:
-        """Wait until a replica has an engine again."""
+        """Wait until a replica takes requests again."""
         url = f"{self.replicas[name].url}/ready"
         wait_until(lambda: _get(url) is not None, f"the replica {name!r} is not ready")
 
     def stop(self, name: str) -> None:
-        """SIGTERM to a replica. Returns when it has gone."""
+        """Stop a replica with SIGTERM. Returns when it has ended."""
         del self.replicas[name]
         self._running.pop(name).close()
 
@@ -150,9 +150,10 @@ def fleet_processes(
     settings_of: Callable[[str, RedisServer, RedisServer], dict[str, Any]] | None = None,
     directory_options: Sequence[str] = (),
 ) -> Iterator[FleetProcesses]:
-    """Start two Redis, gateways and replicas of these names; the gateways see all of them. settings: of all.
-    settings_of: of one process, a replica's name or "gateway", given both Redis. directory_options: of redis-server.
-    Raises FileNotFoundError where there is no Redis, and ServerFailed."""
+    """Start two Redis, gateways, and replicas with these names, which all gateways see. settings: of all processes.
+    settings_of: returns further settings for one process, given its name (a replica's, or "gateway") and both Redis.
+    directory_options: options of redis-server for the directory. Raises FileNotFoundError if there is no Redis, and
+    ServerFailed."""
     with ExitStack() as stack:
         # A socket's path may have about a hundred characters.
         short = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="r")))
@@ -187,7 +188,7 @@ def fleet_processes(
 
 
 def wait_until(is_so: Callable[[], bool], otherwise: str) -> None:
-    """Raises ServerFailed with `otherwise` if it does not become so within `READY_S`."""
+    """Wait until `is_so` returns True. Raises ServerFailed with the message `otherwise` after `READY_S`."""
     end_s = time.monotonic() + READY_S
     while not is_so():
         if time.monotonic() > end_s:

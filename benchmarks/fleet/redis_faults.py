@@ -18,7 +18,7 @@ KV_KEYS, HEADS, BEATEN = "r1:k:*", "r1:s:*", "r1:ma"
 
 
 class Stores:
-    """Both Redis, and the proxies through which each process of the fleet reaches them. Methods block."""
+    """Both Redis of a fleet, and the proxies through which each of its processes reaches them. Methods block."""
 
     def __init__(self, stack: ExitStack) -> None:
         self._stack = stack
@@ -31,7 +31,8 @@ class Stores:
         self._rng = random.Random(0)
 
     def way(self, name: str, directory: RedisServer, kv: RedisServer) -> dict[str, Any]:
-        """Return the settings that give a process its own way to both. For `fleet_processes`."""
+        """Return the settings by which the process `name` reaches both Redis through proxies of its own. For
+        `fleet_processes`."""
         if not self.proxies:
             self._servers, self.directory, self.kv = (directory, kv), directory.client(), kv.client()
         made = [self._stack.enter_context(cuttable_proxy(store.socket)) for store in (directory, kv)]
@@ -43,7 +44,7 @@ class Stores:
             server.stop()
 
     def start(self) -> None:
-        """Return when both answer."""
+        """Start both Redis and wait until they answer."""
         import redis
 
         for server, client in zip(self._servers, (self.directory, self.kv), strict=True):
@@ -80,7 +81,7 @@ class Stores:
             client.close()
 
     def link(self, faults: Faults, *names: str) -> None:
-        """Set the faults of these processes' ways, or of all."""
+        """Set the faults of the proxies of these processes, or of all processes if none is named."""
         for name in names or self.proxies:
             for proxy in self.proxies[name]:
                 proxy.set(faults)
@@ -94,7 +95,7 @@ class Stores:
         self.kv.config_set("maxmemory-policy", "noeviction")
 
     def flip_bits(self) -> None:
-        """Flip bits of extents, drawn from all their fields."""
+        """Flip random bits in random fields of the stored extents (blocks of KV in Redis)."""
         fields = [(key, name) for key in self.kv.scan_iter(KV_KEYS, count=1000) for name in self.kv.hkeys(key)]
         for (key, name), bits in Counter(self._rng.choices(fields, k=FLIPS_OF_A_BLOW) if fields else ()).items():
             value = bytearray(self.kv.hget(key, name) or b"")
@@ -112,7 +113,8 @@ class Stores:
                 self.cut_short += 1
 
     def heads(self) -> set[bytes]:
-        """Return the records of all sessions that have a home and a head."""
+        """Return the keys of the directory's records that have a home and a head (by which another replica can take
+        over the session's KV)."""
         keys = list(self.directory.scan_iter(HEADS, count=1000))
         with self.directory.pipeline(transaction=False) as pipe:
             for key in keys:
@@ -128,7 +130,7 @@ class Stores:
         return all((self.directory.zscore(BEATEN, name) or 0.0) > when_ms for name in REPLICAS)
 
     def fields_written(self) -> int:
-        """Return how many fields of extents Redis has taken since it was started."""
+        """Return how many fields of extents (blocks of KV) were written to Redis since it was started."""
         stats = self.kv.info("commandstats").get("cmdstat_hset", {"calls": 0})
         return int(stats["calls"]) - int(stats.get("failed_calls", 0))
 
@@ -139,7 +141,8 @@ def nothing() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """begin, end and again block; they are called on a thread."""
+    """A fault that is caused by `begin` and ended by `end`; `again` repeats it in between. They block and are called on
+    a thread."""
 
     name: str
     begin: Callable[[], Any] = nothing

@@ -27,8 +27,8 @@ SHOWN_CASES = 20
 
 @dataclass
 class Talk:
-    """A conversation as its client holds it. `stream` asks for a turn and `take` adds the answer, so that the same
-    turn may be asked of several servers."""
+    """A conversation as its client holds it. `stream` makes the request for a turn, and `take` adds the answer, so that
+    the same turn can be sent to several servers."""
 
     name: str
     is_named: bool = True  # by its client; otherwise a fleet knows it by its messages
@@ -42,17 +42,17 @@ class Talk:
         self.messages.append({"role": "user", "content": content})
 
     def stream(self, url: str, **body: Any) -> ChatStream:
-        """Return the next turn, not yet sent: greedy, unless the body says otherwise."""
+        """Return the request for the next turn, not yet sent. It is greedy, unless the body says otherwise."""
         asked = {"temperature": 0, "ignore_eos": True, **self.body, **body, "messages": list(self.messages)}
         return ChatStream(url, asked, {"x-session-id": self.name} if self.is_named else {})
 
     def take(self, stream: ChatStream) -> None:
-        """Go on with an answer."""
+        """Add an answer to the conversation."""
         self.messages.append({"role": "assistant", "content": stream.text})
         self.session_id, self.home, self.history_tokens = stream.session_id, stream.replica, stream.context_tokens
 
     def row(self, stream: ChatStream, **more: Any) -> Row:
-        """Return what a result file says of a turn whose answer is not taken yet."""
+        """Return the figures of a turn for a result file. To be called before its answer is added with `take`."""
         return {
             "conversation": self.name,
             "turn": len(self.messages) // 2,  # from 0
@@ -73,14 +73,14 @@ class Talk:
 
 @dataclass(slots=True)
 class Account:
-    """The observations of a scenario's clients."""
+    """The record of a scenario's turns and errors, as its clients saw them."""
 
     turns: list[Row] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
     began_s: float = field(default_factory=time.perf_counter)
 
     async def turn(self, talk: Talk, url: str, words: str, max_tokens: int, **more: Any) -> ChatStream | None:
-        """Play one turn and note it. Returns None after an error, which ends the conversation."""
+        """Play one turn and record it. Returns None after an error, which ends the conversation."""
         talk.say(words)
         stream = talk.stream(url, max_tokens=max_tokens)
         if error := await error_of(stream):
@@ -92,7 +92,7 @@ class Account:
 
 
 async def error_of(stream: ChatStream) -> str:
-    """Run a stream. Returns its client's error, "" if the answer came to its end."""
+    """Run a stream to its end. Returns the error that its client got; "" if there was none."""
     try:
         await stream.run()
     except (StreamFailed, httpx.HTTPError) as error:
@@ -119,12 +119,12 @@ def figures_of(turns: Sequence[Row]) -> dict[str, Any]:
 
 
 def at_least(share: float | None, least: float) -> bool:
-    """Judge a share; one of nothing does not hold."""
+    """Return whether a share is at least `least`; False if it is None, the share of nothing."""
     return share is not None and share >= least
 
 
 def asks(**defaults: Any) -> Callable[[ArgumentParser], None]:
-    """Make the options of a scenario from their names and defaults."""
+    """Return a function that adds the options of a scenario to a parser, from their names and defaults."""
 
     def options(parser: ArgumentParser) -> None:
         for name, default in defaults.items():
@@ -135,7 +135,8 @@ def asks(**defaults: Any) -> Callable[[ArgumentParser], None]:
 
 
 def show(console: Console, result: Result) -> None:
-    """Print a result of any scenario, a line a figure: the length of lists, and the first cases of those in `CASES`."""
+    """Print a scenario's result, a line for each figure. Of lists only the length is shown; of those in `CASES` also
+    the first entries, after the table."""
     table = Table(show_header=False)
     for name, value in result.items():
         has_parts = isinstance(value, dict) and any(isinstance(part, dict) for part in value.values())

@@ -52,7 +52,8 @@ _ENVIRONMENT = {
 
 
 def day(out: Path, only: Sequence[str], until_s: float, carried: Path, *, dry: bool) -> Supervisor:
-    """Run the sections, one after the other. What one leaves of its time the next ones have."""
+    """Run the sections one after the other. Time that one section leaves is added to the next one's. only: names of the
+    sections to run; empty: all. until_s: for all of them. carried: see `carried`. dry: on the CPU."""
 
     def command(section: str, skip: Sequence[str]) -> list[str]:
         module = [sys.executable, "-m", "benchmarks.gpu_day.worker", section, "--device", "cpu" if dry else "cuda"]

@@ -34,7 +34,7 @@ _DRY = {"2 x 40": [(1, 40)] * 2, "8 behind 40": [(8, 48)]}
 
 @dataclass(slots=True)
 class Layer:
-    """The backends that all items attend by. why_not: why FlashAttention 3 is not used."""
+    """The attention backends that all items of the section use. why_not: why FlashAttention 3 is not used."""
 
     asked: Asked
     ours: AttentionBackend
@@ -45,7 +45,7 @@ class Layer:
 
 @dataclass(slots=True)
 class Case:
-    """One step's queries, pages and tables."""
+    """The queries, pages and tables of one serving step."""
 
     q: Tensor
     pages: KvPages
@@ -83,8 +83,8 @@ def attention(sequences: list[tuple[int, int]], layer: Layer) -> Iterator[Values
 
 
 def outside_events(layer: Layer) -> Iterator[Values]:
-    """Launch a graph that waits for an external event and then copies what the event announces, which is written
-    late."""
+    """Test whether a CUDA graph waits for an external event: it copies data that another stream writes late, before it
+    records the event."""
     device = layer.asked.device
     source, target = torch.zeros(1 << 20, device=device), torch.empty(1 << 20, device=device)
     arrived: Any = torch.cuda.Event(external=True)

@@ -21,11 +21,12 @@ _LIBRARY = Path("flash_attn_3") / "_C.abi3.so"
 
 
 class NotCarried(Exception):
-    """It does not lie in the folder."""
+    """The needed file is not in the folder of carried files."""
 
 
 def flash_attention_3(carried: Path) -> Any:
-    """Unpack FlashAttention 3 and import it. Raises NotCarried, or ImportError where it does not fit torch."""
+    """Unpack FlashAttention 3 and import it. Raises NotCarried, or ImportError if it does not fit the installed
+    torch."""
     packed = carried / f"{_LIBRARY}.xz"
     if not packed.exists():
         raise NotCarried(f"FlashAttention 3 is not there: {packed}")

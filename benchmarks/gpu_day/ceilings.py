@@ -57,7 +57,8 @@ def machine(asked: Asked) -> Iterator[Values]:
 
 
 def read(asked: Asked) -> Iterator[Values]:
-    """GB/s of reading alone, as decoding does, by products of few rows; and of a copy, read and written."""
+    """Measure GB/s of memory reads, as decoding has them, by products with few rows; and of a copy, read and write
+    together."""
     rows, width = (1 << 18, 4096) if asked.on_gpu else (1 << 10, 256)
     weights = torch.randn(rows, width, device=asked.device, dtype=torch.bfloat16)
     for count in (1, 8, 32, 64):
@@ -96,7 +97,7 @@ def graph_launch(asked: Asked) -> Iterator[Values]:
 
 
 def link(asked: Asked) -> Iterator[Values]:
-    """One copy of a GiB, each way and both ways."""
+    """Measure GB/s of copies of one GiB between host and device, each way and both ways at once."""
     host = torch.empty(GIB, dtype=torch.uint8, pin_memory=True)
     there = torch.empty_like(host, device=asked.device)
     yield {
@@ -115,7 +116,8 @@ def link(asked: Asked) -> Iterator[Values]:
 
 
 def batched_copies(asked: Asked) -> Iterator[Values]:
-    """Pieces from anywhere by one call, `cudaMemcpyBatchAsync`: the copy engines without Python's rate of calls."""
+    """Measure GB/s of scattered pieces that one call of `cudaMemcpyBatchAsync` copies. This shows the copy engines
+    without the time that Python takes for each call."""
     copy_batch = _batched()
     host = torch.empty(GIB // 4, dtype=torch.uint8, pin_memory=True)
     there = torch.empty_like(host, device=asked.device)
@@ -166,7 +168,8 @@ def _batched() -> Any:
 
 
 def kernel_across_the_link(asked: Asked) -> Iterator[Values]:
-    """A layer of 16,384 tokens out of page-locked memory, rotated on the way; and products of few rows beside it."""
+    """Measure a kernel that copies one layer of 16,384 tokens from page-locked memory and rotates the keys on the way;
+    also products with few rows beside it."""
     kernels: Any = triton_copies()
     device, count, elements = asked.device, 512, BLOCK_ROWS * HEADS * DIM * 2
     segments = torch.randn(count, elements).bfloat16().pin_memory()

@@ -27,7 +27,7 @@ _FILE_LIMIT_S, _TEST_LIMIT_S = 60, 20
 
 
 class Heard:
-    """A plugin of pytest that keeps how each test has ended."""
+    """A pytest plugin that records the outcome of each test."""
 
     def __init__(self) -> None:
         self.ends: list[dict[str, Any]] = []
@@ -55,7 +55,7 @@ def items(asked: Asked) -> Sequence[Item]:
 
 
 def run(file: str, asked: Asked) -> Iterator[Values]:
-    """The dry form has every file collected, and on a machine without a GPU its tests skipped."""
+    """Run the GPU tests of one file and yield the outcomes. Without a GPU the tests are collected and skipped."""
     heard = Heard()
     options = ["-q", "-m", "gpu", "-p", "no:cacheprovider", "-p", "no:randomly", "--timeout", str(_TEST_LIMIT_S)]
     status = pytest.main([*options, "-n", "0", file], plugins=[heard])

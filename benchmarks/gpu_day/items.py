@@ -12,7 +12,8 @@ Values = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """The arguments of a section's process. carried: the folder with what is not of this project, see `carried`."""
+    """The arguments of a section's process. carried: the folder with files that are not of this project, see
+    `carried`."""
 
     device: torch.device
     carried: Path
@@ -25,8 +26,8 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A measurement. measure: takes what the section has opened, and yields lines of results as they are there.
-    limit_s: after which the section's process is ended, and the next item begins in a new one."""
+    """One measurement. measure: is given what the section has opened, and yields each line of results as soon as it is
+    known. limit_s: seconds after which the section's process is ended, and the next item begins in a new one."""
 
     name: str
     limit_s: float
@@ -34,12 +35,12 @@ class Item:
 
 
 class Section(Protocol):
-    """The parts of a section's module."""
+    """The functions that the module of a section has."""
 
     def open_section(self, asked: Asked) -> Any:
-        """Return what all items need. Called once in each process of the section."""
+        """Return the state that all items of the section use. Called once in each process of the section."""
         ...
 
     def items(self, asked: Asked) -> Sequence[Item]:
-        """Return what is measured, in its order."""
+        """Return the section's measurements, in order."""
         ...

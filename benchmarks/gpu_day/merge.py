@@ -20,7 +20,8 @@ Line = Mapping[str, Any]
 
 
 def merge(out: Path, results: Path = RESULTS, document: Path = DOCUMENT) -> None:
-    """Raises ValueError if the folder has no day, or the document no markers."""
+    """Write the results of the day in the folder `out` into the results file and the document. Raises ValueError if
+    there are none, or the document lacks its markers."""
     lines = read_lines(out)
     machine = next((line for line in lines if line["item"] == "machine" and "card" in line), None)
     if machine is None:
@@ -44,7 +45,7 @@ def merge(out: Path, results: Path = RESULTS, document: Path = DOCUMENT) -> None
 
 
 def tables(day: Mapping[str, Any]) -> str:
-    """Return the tables as Markdown."""
+    """Return a day's tables as Markdown."""
     lines: Sequence[Line] = [line for line in day["lines"] if "error" not in line and line["section"] == "turns"]
     versions = ", ".join(f"{name} {value}" for name, value in day["versions"].items() if value)
     parts = [f"{day['card']}; {versions}; commit {str(day['commit'])[:12]}.", ""]

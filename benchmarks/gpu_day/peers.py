@@ -22,7 +22,8 @@ _HISTORY_TOKENS, _NEW_TOKENS = 27_904, 101  # a whole number of nano-vllm's bloc
 
 
 class Peers:
-    """The others, made when they are first asked for: both at once would not fit."""
+    """The other programs: nano-vllm and transformers. Each is loaded when it is first used, because both do not fit
+    into memory together."""
 
     def __init__(self, asked: Asked) -> None:
         self.asked, self._rng = asked, random.Random(0)
@@ -126,7 +127,7 @@ def nano_prompt(tokens: int, peers: Peers) -> Iterator[Values]:
 
 
 def nano_return(peers: Peers) -> Iterator[Values]:
-    """Serve a turn after a long history in its prefix cache, which is HBM."""
+    """Measure with nano-vllm a turn after a long history that is in its prefix cache in HBM."""
     try:
         for _ in range(3):
             history = peers.prompt(_HISTORY_TOKENS)
@@ -138,7 +139,7 @@ def nano_return(peers: Peers) -> Iterator[Values]:
 
 
 def generate(peers: Peers) -> Iterator[Values]:
-    """ms of a prompt with its first token, and of each later token."""
+    """Measure transformers' `generate`: milliseconds of a prompt with its first token, and of each later token."""
     peers.without_nano()
     device, model = peers.asked.device, peers.transformers()
     context, new_tokens = (1024, 24) if peers.asked.on_gpu else (32, 4)
@@ -154,7 +155,8 @@ def generate(peers: Peers) -> Iterator[Values]:
 
 
 def generate_batch(peers: Peers) -> Iterator[Values]:
-    """transformers' paged engine with continuous batching: ms of a step, prompts included."""
+    """Measure transformers' paged engine with continuous batching: the milliseconds of the whole run for each new token
+    of a stream, prompts included."""
     peers.without_nano()
     if not peers.asked.on_gpu:
         yield {"not_run": "it needs CUDA"}

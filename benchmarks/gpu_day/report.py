@@ -23,7 +23,8 @@ def read_lines(out: Path, name: str = "results.jsonl") -> list[dict[str, Any]]:
 
 
 def ratios(lines: Iterable[Line]) -> dict[str, float]:
-    """Return what the day was for, as ratios within it: to the reading rate, to the link alone, to others."""
+    """Return the day's main figures as ratios to other figures of the day: to the reading rate, to the link alone, and
+    to other programs."""
     given = [line for line in lines if "error" not in line]
     found: dict[str, float] = {}
     read_gbps = _values(given, "ceilings", "gbps", item="read", rows=8)
@@ -64,7 +65,7 @@ def _values(lines: Iterable[Line], section: str, name: str, **wanted: Any) -> li
 
 
 def report(out: Path, title: str) -> str:
-    """Return the report of what a folder holds."""
+    """Return a report of the results in a day's folder: ratios, errors, then all lines, at most MOST_CHARACTERS."""
     lines, tests = read_lines(out), read_lines(out, "tests.jsonl")
     failed = [line for line in [*lines, *tests] if "error" in line]
     counts = {how: sum(test["outcome"] == how for test in tests) for how in ("passed", "failed", "skipped")}

@@ -43,7 +43,7 @@ def sizes(on_gpu: bool) -> dict[str, int]:
 
 
 def directory(on_gpu: bool) -> Path:
-    """Return a new directory with the model's configuration and a tokenizer, and without weights."""
+    """Return a new directory with the configuration of the day's model and a tokenizer, but no weights."""
     path = Path(tempfile.mkdtemp()) / ("random-qwen3-8b" if on_gpu else "random-qwen3-tiny")
     path.mkdir()
     config = Qwen3Config(
@@ -60,7 +60,8 @@ def directory(on_gpu: bool) -> Path:
 
 
 def random_model(path: Path, dtype: torch.dtype, device: torch.device, attention: str = "eager") -> nn.Module:
-    """Draw the weights on the device: writing 16 GB and reading them back would take longer than all figures."""
+    """Return the model of a directory with random weights, which are drawn on the device. Writing 16 GB to disk and
+    reading them back would take longer than all measurements."""
     torch.manual_seed(0)
     with torch.device(device):
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
@@ -78,8 +79,8 @@ def random_model(path: Path, dtype: torch.dtype, device: torch.device, attention
 
 @contextmanager
 def drawn_where_needed() -> Iterator[None]:
-    """Have engines draw their weights instead of reading them. They are not read for their digest either, which keys
-    KV on disk that such an engine has none of."""
+    """Have engines draw random weights instead of reading them. Their digest is constant too: it only keys KV on disk,
+    of which such an engine has none."""
 
     def load_weights(path: Path, dtype: torch.dtype, device: torch.device, num_ranks: int = 1) -> nn.Module:
         return prepare(random_model(path, dtype, device))
@@ -92,7 +93,8 @@ def drawn_where_needed() -> Iterator[None]:
 
 
 def step_bytes(on_gpu: bool, context_tokens: int) -> int:
-    """Return the bytes that a decode step reads at least: all weights but the embedding, and KV; in bf16."""
+    """Return the least number of bytes that a decode step reads in bf16: all weights but the embedding, and the KV of
+    `context_tokens` tokens."""
     shape = sizes(on_gpu)
     hidden, layers, middle = shape["hidden_size"], shape["num_hidden_layers"], shape["intermediate_size"]
     queries, keys = (shape[name] * shape["head_dim"] for name in ("num_attention_heads", "num_key_value_heads"))

@@ -17,7 +17,7 @@ _PACKAGES = ("torch", "transformers", "triton")
 
 
 def tree_hash(root: Path) -> str:
-    """Return a hash of all files that a day may run, by their names and bytes."""
+    """Return a hash of the names and contents of all files that a day may run."""
     found = hashlib.sha256()
     files = [path for folder in _FOLDERS for path in (root / folder).rglob("*") if path.suffix in _SUFFIXES]
     for path in sorted([*files, *root.glob("pyproject.toml")]):
@@ -30,7 +30,7 @@ def tree_hash(root: Path) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Return the installed versions of what a day depends on, without their builds (+cu130)."""
+    """Return package -> installed version, without its build (+cu130), of the packages on which a day depends."""
     found = {}
     for name in _PACKAGES:
         try:
@@ -46,7 +46,7 @@ def write_stamp(path: Path = STAMP, root: Path = ROOT) -> None:
 
 
 def why_refused(path: Path = STAMP, root: Path = ROOT) -> str:
-    """Return why a day should not begin; empty if a preflight was green on this tree with these versions."""
+    """Return why a day must not begin; empty if a preflight has passed on these very files with these versions."""
     try:
         stamp = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -20,8 +20,9 @@ _LOG_LINES, _LOG_WIDTH = 6, 200
 
 
 class Supervisor:
-    """command: of a section's process, for the section and the items to skip. until_s: on `time.monotonic`'s clock,
-    when all is to be over. patience: by which all limits are multiplied."""
+    """A runner of sections, each in a process of its own, which writes their results. command: returns the command of a
+    section's process, given the section and the items to skip. until_s: when all must be over, on `time.monotonic`'s
+    clock. patience: factor on all time limits."""
 
     def __init__(
         self,
@@ -39,7 +40,7 @@ class Supervisor:
             (out / name).write_text("", encoding="utf-8")
 
     def say(self, section: str, item: str, **values: object) -> None:
-        """Append a line of results: of a test if the section says so of it."""
+        """Append a line of results, to tests.jsonl if it has a value `test`, else to results.jsonl."""
         line = {"section": section, "item": item, "at": round(time.monotonic() - self._started_s, 1), **values}
         if "error" in values:
             self.failures.append(f"{section}: {item}")
@@ -47,7 +48,7 @@ class Supervisor:
             file.write(json.dumps(line, default=str) + "\n")
 
     def run(self, section: str, limit_s: float) -> None:
-        """Run a section, for so long at most."""
+        """Run a section for at most `limit_s` seconds. After an item that fails, a new process runs the rest."""
         until_s = min(self._until_s, time.monotonic() + self._patience * limit_s)
         skip: list[str] = []
         for _ in range(_MOST_PROCESSES):

@@ -10,7 +10,7 @@ _SLEEP_CYCLES = 2_000_000  # about a millisecond, in which what is timed is queu
 
 
 def device_ms(call: Callable[[], object], device: torch.device, repeats: int = 10, warm: int = 2) -> float:
-    """Return the median milliseconds that a call's work takes on the device, of calls one by one."""
+    """Return the median milliseconds that the device takes for the work of one call."""
     for _ in range(warm):
         call()
     if device.type != "cuda":
@@ -28,7 +28,7 @@ def device_ms(call: Callable[[], object], device: torch.device, repeats: int = 1
 
 
 def wall_ms(call: Callable[[], object], device: torch.device, repeats: int = 7, warm: int = 1) -> float:
-    """Return the median milliseconds of a call with what it has put on the device."""
+    """Return the median milliseconds of one call, until the device has done the work that it has queued."""
     taken = []
     for number in range(warm + repeats):
         wait(device)

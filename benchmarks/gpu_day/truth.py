@@ -30,7 +30,7 @@ _WIDE = {  # heads as Qwen3-8B's
 
 
 class Models:
-    """Small models in bf16, and what engines that keep nothing answer."""
+    """Small models in bf16, and the answers that engines without a cache give with them."""
 
     def __init__(self, asked: Asked) -> None:
         self.asked = asked
@@ -66,7 +66,7 @@ def items(asked: Asked) -> Sequence[Item]:
 
 
 def conversations(driver: Driver) -> list[list[int]]:
-    """Return the answers of conversations whose turns alternate."""
+    """Play several conversations whose turns alternate. Returns the tokens of each answer."""
     rng, histories, answers = random.Random(1), [list[int]() for _ in range(_SESSIONS)], []
     for turn in range(_TURNS):
         for number, history in enumerate(histories):
@@ -117,7 +117,7 @@ def reuse(kind: str, tier: str, models: Models) -> Iterator[Values]:
 
 
 def spoiled(models: Models) -> Iterator[Values]:
-    """Values in DRAM a quarter too large, and sealed as they are: would the check see it?"""
+    """Test that the check notices wrong KV: values in DRAM are made a quarter too large, with checksums that match."""
     driver = _verified(models, "llama", "dram")
     prompt = [random.Random(2).randrange(3, VOCAB) for _ in range(100)]
     text = driver.ask("first", prompt, session="s", max_tokens=2, ignore_eos=True).text

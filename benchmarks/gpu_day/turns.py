@@ -26,7 +26,7 @@ _FAR = 1 << 30  # tokens: more than any conversation has
 
 
 class Day:
-    """One engine and its conversations. mode: of the cache."""
+    """One engine and its conversations. mode: the setting cache.mode."""
 
     mode = "attentionstore"
 
@@ -87,13 +87,13 @@ class Day:
         return turn
 
     def step(self) -> int:
-        """One round of the engine's loop. Returns how many tokens were drawn."""
+        """Run one round of the engine's loop. Returns how many tokens were drawn."""
         before = self.inner.drawn_tokens
         self.inner.step()
         return self.inner.drawn_tokens - before
 
     def forget(self, *but: str) -> None:
-        """Delete all conversations but some."""
+        """Delete all conversations except those named `but`."""
         self.inner.settle()
         owners = {name[2] for row in self.engine._cache.tiers.table for name in row.owners}
         for number, name in enumerate(sorted(owners - set(but))):
@@ -102,7 +102,8 @@ class Day:
         self.inner.settle()
 
     def push_out(self, session: str, tokens: int) -> None:
-        """Have the last blocks of a conversation leave HBM, of which DRAM has copies, until so many tokens have."""
+        """Evict the last blocks of a conversation from HBM, those of which DRAM has copies, until `tokens` tokens are
+        out."""
         tiers, gone = self.engine._cache.tiers, 0
         rows = [row for row in tiers.table if row.page is not None and any(name[2] == session for name in row.owners)]
         for row in sorted(rows, key=lambda row: row.place or 0, reverse=True):
@@ -113,7 +114,7 @@ class Day:
                 tiers.hbm.evict(row.key)
 
     def captured(self) -> int:
-        """Return the captures since the engine was built."""
+        """Return the number of CUDA graphs that were captured since the engine was built."""
         return self._num_captures() - self._captures
 
     def _num_captures(self) -> int:
@@ -167,7 +168,8 @@ def built(day: Day) -> Iterator[Values]:
 
 
 def decode(streams: int, day: Day, *, sampled: bool = False, long: bool = False) -> Iterator[Values]:
-    """Steps in which every stream draws a token: from one's end to the next one's, and what the device takes of it."""
+    """Measure decode steps in which every stream draws a token: the time from one step's end to the next one's, and the
+    device's part of it."""
     context = day.history if long else day.context
     new_tokens = (40 if long else 96) if day.on_gpu else 20
     choice: dict[str, Any] = {"temperature": 0.7, "top_p": 0.9} if sampled else {}
@@ -213,7 +215,7 @@ def _conversation(day: Day) -> Turn:
 
 
 def returning(label: str, lost_tokens: int, day: Day) -> Iterator[Values]:
-    """Serve a turn of a few new tokens after the long history, of which so many tokens have left HBM."""
+    """Measure a turn of a few new tokens after the long history, of which `lost_tokens` tokens have left HBM."""
     for repeat in range(3):
         before = _conversation(day)
         day.push_out("long", lost_tokens)
@@ -231,7 +233,8 @@ def returning(label: str, lost_tokens: int, day: Day) -> Iterator[Values]:
 
 
 def beside(what: str, day: Day) -> Iterator[Values]:
-    """Measure the time that a token takes in streams that decode while something else comes in."""
+    """Measure the time between tokens of decoding streams while another turn comes in. what: "load" for one whose
+    history is loaded, else one with a long prompt."""
     streams = 16 if day.on_gpu else 2
     before = _conversation(day)
     if what == "load":
@@ -266,7 +269,8 @@ def _gaps(day: Day, least_drawn: int, is_over: Callable[[int], bool]) -> list[fl
 
 
 def back_to_back(day: Day) -> Iterator[Values]:
-    """Prompts each of which is computed while the one before is saved, where anything is saved."""
+    """Measure prompts that follow each other at once: each is computed while the one before is saved, if the cache
+    saves KV."""
     tokens = 4096 if day.on_gpu else 64
     turns = [day.ask(day.prompt(tokens), 1) for _ in range(6)]
     first = [turn.first_s - turn.submitted_s for turn in turns[1:] if turn.first_s is not None]

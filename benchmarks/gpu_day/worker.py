@@ -41,8 +41,8 @@ def main() -> None:
 
 
 def run(section: Section, asked: Asked, skip: list[str], channel: TextIO) -> None:
-    """Measure all items but those to skip. Ends the process where a device has failed for good: what comes after needs
-    another one."""
+    """Measure all items except those in `skip`, and write each line of results to `channel`. Ends the process after an
+    error that the device does not recover from: the items that follow need a new process."""
 
     def say(item: str, **values: object) -> None:
         channel.write(json.dumps({"item": item, **values}, default=str) + "\n")
@@ -65,7 +65,7 @@ def run(section: Section, asked: Asked, skip: list[str], channel: TextIO) -> Non
 
 
 def told(error: BaseException) -> dict[str, object]:
-    """Return an error and the last places of its traceback, for a line of results."""
+    """Return an error, and the last places of its traceback, as values of a line of results."""
     places = [
         f"{frame.filename.rsplit('/', 1)[-1]}:{frame.lineno}" for frame in traceback.extract_tb(error.__traceback__)
     ]

@@ -22,23 +22,24 @@ POLL_S = 0.02
 
 
 def prepare(directory: Path) -> Mapping[str, str]:
-    """Prepare the directory, and return what the environment of a server needs so that its processes log; the switch is
-    off."""
+    """Prepare a directory for the logs of a server's processes, with logging off. Returns the environment variables
+    that make the server's processes log there."""
     (directory / SWITCH).write_bytes(bytes([OFF]))
     (directory / "sitecustomize.py").write_text("from benchmarks.harness.call_log import start\n\nstart()\n")
     return {DIRECTORY: str(directory), "PYTHONPATH": f"{directory}{os.pathsep}{ROOT}"}
 
 
 def turn(directory: Path, position: int) -> None:
-    """Turn the switch, for all processes: ON begins a log, WRITE ends it and has it written to `<pid>.json`."""
+    """Set the switch that all logging processes read. position: ON begins the logs; WRITE ends them, and each process
+    writes its own to `<pid>.json`."""
     with (directory / SWITCH).open("r+b") as file:
         file.write(bytes([position]))
 
 
 class CallLog:
-    """The entries of functions of ours while the switch is on: every thread's, in the order of the process.
+    """A log of the project's functions that this process enters while the switch is on, of all threads, in order.
 
-    A generator or coroutine is entered each time it goes on. Native code (numba, torch, zmq) is not seen.
+    A generator or coroutine is entered each time it continues. Native code (numba, torch, zmq) is not seen.
     """
 
     def __init__(self, directory: Path, landmarks: frozenset[str]) -> None:
@@ -50,7 +51,7 @@ class CallLog:
         self._stacks: dict[str, list[str]] = {}  # landmark -> files on the stack when it was first entered
 
     def profile(self, frame: FrameType, event: str, argument: Any) -> None:
-        """Log a call, if calls are logged now. sys.setprofile calls this."""
+        """Log a call, if the switch is on. sys.setprofile calls this."""
         if self._switch[0] != ON or event != "call":
             return
         code = frame.f_code
@@ -80,7 +81,7 @@ class CallLog:
         return self._files[name]
 
     def write_when_told(self) -> None:
-        """Wait for the switch, and write the log. For a thread of its own."""
+        """Wait until the switch says WRITE, then write the log. For a thread of its own."""
         while self._switch[0] != WRITE:
             time.sleep(POLL_S)
         content = {"command": sys.orig_argv, "entries": self._entries, "stacks": self._stacks}
@@ -106,7 +107,7 @@ LANDMARKS = (
 
 
 def start() -> None:
-    """Log this process, where the environment asks for it."""
+    """Begin to log this process, if the environment has the variables of `prepare`."""
     if directory := os.environ.get(DIRECTORY):
         log = CallLog(Path(directory), frozenset(LANDMARKS))
         threading.Thread(target=log.write_when_told, name="call-log", daemon=True).start()

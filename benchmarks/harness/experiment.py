@@ -35,7 +35,8 @@ WIDTH = 140
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A number that the small form of a benchmark has in common with the committed result."""
+    """A figure of a benchmark's result that its small form (--quick) measures too, and by how much it may differ from
+    the committed one."""
 
     label: str
     read: Callable[[Result], float | None]
@@ -45,8 +46,8 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Quick:
-    """The small form: other defaults of options, and what of its result is compared. `holds`: the result's `held` is
-    judged too; not where fewer samples cannot hold it."""
+    """The small form of a benchmark (--quick). options: other defaults of its options. figures: compared with the
+    committed result. holds: whether the result's `held` is judged too; False if so few samples cannot show it."""
 
     options: Mapping[str, Any]
     figures: Sequence[Figure] = ()
@@ -54,7 +55,8 @@ class Quick:
 
 
 class Run:
-    """The tools that `measure` works with. Single-threaded; `directory` is deleted when the run is over."""
+    """The arguments of one run, and the tools that `measure` uses. Single-threaded; `directory` is deleted after the
+    run."""
 
     def __init__(
         self, *, arguments: argparse.Namespace, console: Console, stack: ExitStack, directory: Path,
@@ -70,11 +72,11 @@ class Run:
         return self._stack.enter_context(Progress(*columns, console=self.console))
 
     def expect(self, total: float, description: str) -> None:
-        """Begin a bar; a run may have several, one after the other."""
+        """Begin a progress bar of `total` steps. A run may have several bars, one after the other."""
         self._bar = self._progress.add_task(description, total=total)
 
     def describe(self, description: str) -> None:
-        """Show what is done now."""
+        """Show beside the progress bar what is done now."""
         if self._bar is not None:
             self._progress.update(self._bar, description=description)
 
@@ -83,7 +85,7 @@ class Run:
             self._progress.advance(self._bar, steps)
 
     def track(self, items: Sequence[Item], description: str) -> Iterator[Item]:
-        """The items, with a bar of their own."""
+        """Yield the items, with a progress bar of their own."""
         self.expect(len(items), description)
         for item in items:
             yield item
@@ -92,8 +94,8 @@ class Run:
     def rounds(
         self, arms: Sequence[Arm], rounds: int | Sequence[int], label: str = "round"
     ) -> Iterator[tuple[int, Iterator[Arm]]]:
-        """(number, the arms in that round's order) for each round; whoever was first is last next time. `rounds` are
-        how many, from 0, or their numbers."""
+        """Yield (number, the arms in the order of this round) for each round. The first arm of a round is the last one
+        of the next round. rounds: how many, numbered from 0, or their numbers. label: shown beside the progress bar."""
         numbers = range(rounds) if isinstance(rounds, int) else rounds
         self.expect(len(numbers) * len(arms), "starting")
         for place, number in enumerate(numbers):
@@ -107,7 +109,8 @@ class Run:
             self.advance()
 
     def random_model(self, **changes: int) -> Path:
-        """`--model`, or the random one of the 125 M shape, made anew, with these changes to its shape."""
+        """Return the directory of `--model`, or else of a new random model of the 125 M shape. changes: to its
+        shape."""
         from benchmarks.harness.make_model import SHAPES, make_model  # loads torch, which not every benchmark needs
 
         if self.arguments.model is not None:
@@ -118,19 +121,20 @@ class Run:
         return made
 
     def keep(self, result: Result) -> None:
-        """Write what is known so far: a run that is cut short leaves that."""
+        """Write the result as far as it is known, so that a run that breaks off leaves it."""
         self._write(result)
 
 
 def turned(arms: Sequence[Arm], by: int) -> tuple[Arm, ...]:
-    """The arms in order, begun at another one each time `by` grows by one."""
+    """Return the arms rotated by `by` places, so that each of them is first in turn."""
     shift = by % len(arms) if arms else 0
     return (*arms[shift:], *arms[:shift])
 
 
 @dataclass(frozen=True, slots=True)
 class Experiment:
-    """A benchmark. `about` is its module's docstring; `name` is of its result file, or says which by its arguments."""
+    """A benchmark program. about: its module's docstring. name: of its result file, or a function of the arguments that
+    returns it."""
 
     name: str | Callable[[argparse.Namespace], str]
     about: str | None
@@ -161,7 +165,7 @@ class Experiment:
         return parser
 
     def parse(self, words: Sequence[str] | None) -> argparse.Namespace:
-        """The arguments. With --quick its options are the defaults; those that are given count."""
+        """Return the parsed arguments. With --quick the options have the defaults of `quick`, unless they are given."""
         parser = self.parser()
         if self.quick is not None and parser.parse_known_args(words)[0].quick:
             parser.set_defaults(**self.quick.options)
@@ -176,7 +180,8 @@ class Experiment:
         return self.name if isinstance(self.name, str) else self.name(arguments)
 
     def main(self, words: Sequence[str] | None = None) -> int:
-        """Run it. Returns the exit status; raises what `measure` raises."""
+        """Run the benchmark, write its result and show it. Returns the exit status: 0 if all that is `held` holds, 1 if
+        not, 2 if the sources have changes. Raises what `measure` raises."""
         arguments = self.parse(words)
         console = Console() if Console().is_terminal else Console(width=WIDTH)
         folder = QUICK if getattr(arguments, "quick", False) else RESULTS
@@ -204,7 +209,7 @@ class Experiment:
 
 
 def some_of(names: Sequence[str]) -> Callable[[str], list[str]]:
-    """Return the type of an option that takes some of these names, with commas between."""
+    """Return a type for an option whose value is some of these names, separated by commas."""
 
     def chosen(text: str) -> list[str]:
         if unknown := set(text.split(",")) - set(names):
@@ -215,6 +220,6 @@ def some_of(names: Sequence[str]) -> Callable[[str], list[str]]:
 
 
 def show_held(console: Console, held: Mapping[str, bool]) -> None:
-    """Print each line that is held to, and whether it holds."""
+    """Print each claim, and whether it holds."""
     for line, holds in held.items():
         console.print(f"[green]held[/green]     {line}" if holds else f"[red]NOT held[/red] {line}")

@@ -30,12 +30,12 @@ SETTLE_S = 60.0
 
 
 class TurnFailed(Exception):
-    """The engine refused a turn or did not come to an end."""
+    """The engine has refused a turn, or the tiers have not come to rest in time."""
 
 
 def config(model: str, settings: Mapping[str, str | int | float]) -> EngineConfig:
-    """An engine for one conversation turn at a time, all tiers but HBM off and no step bound by time, and what
-    `settings` ("cache.mode" -> value) say."""
+    """Return the configuration of an engine for one turn at a time, without tiers below HBM and without a time limit on
+    steps. settings: "cache.mode" -> value; they override all that."""
     flags = {
         "model.source": model, "model.dtype": "bfloat16", "engine.device": "cpu", "cache.dram_gib": 0,
         "cache.disk_gib": 0, "cache.disk_min_free_gib": 0, "scheduler.policy": "fcfs", "scheduler.max_seqs": 1,
@@ -46,14 +46,15 @@ def config(model: str, settings: Mapping[str, str | int | float]) -> EngineConfi
 
 
 def as_engine_process() -> None:
-    """Start this program again in the environment that a server's engine process has, unless that was done."""
+    """Start this program again with the environment variables of a server's engine process, unless it has them
+    already."""
     environment = engine_environment(config("bundled", {}), os.environ)
     if any(name in environment and name not in os.environ for name in (*MALLOC, *SPIN)):
         os.execve(sys.executable, sys.orig_argv, environment)
 
 
 def greedy(new_tokens: int) -> SamplingParams:
-    """Exactly so many tokens, the most likely ones."""
+    """Return sampling parameters for exactly `new_tokens` tokens, each the likeliest."""
     return SamplingParams(
         temperature=0.0,
         top_p=1.0,
@@ -74,7 +75,7 @@ def greedy(new_tokens: int) -> SamplingParams:
 
 @dataclass(slots=True)
 class Turn:
-    """A request and what came back."""
+    """A request and its answer, with times."""
 
     prompt: list[int]
     submitted_s: float
@@ -87,30 +88,31 @@ class Turn:
 
     @property
     def text(self) -> list[int]:
-        """Prompt and answer: what the next turn begins with."""
+        """The tokens of prompt and answer, with which the next turn's prompt begins."""
         return self.prompt + self.token_ids
 
     @property
     def cached(self) -> int:
-        """Prompt tokens that were not computed."""
+        """Number of prompt tokens whose KV was not computed."""
         assert self.report is not None
         return self.report.prompt_tokens - self.report.computed_tokens
 
     @property
     def ttft_ms(self) -> float:
-        """The time from its submission to its first token."""
+        """The milliseconds from submitting the turn to its first token."""
         assert self.first_s is not None
         return (self.first_s - self.submitted_s) * 1e3
 
     @property
     def prefill_ms(self) -> float:
-        """The time from its first step to its first token, loads included."""
+        """The milliseconds from the turn's first step to its first token, with the time of loads."""
         assert self.timings is not None
         return self.timings.load_ms + self.timings.prefill_ms
 
 
 class InProcess:
-    """One engine, and the turns it was asked for. Single-threaded; leave it with `close`, or as a context manager."""
+    """An engine in this process, and the turns that were submitted to it. Single-threaded. Close it with `close`, or
+    use it as a context manager."""
 
     def __init__(self, engine_config: EngineConfig) -> None:
         self.engine = build_engine(engine_config)
@@ -125,11 +127,12 @@ class InProcess:
 
     @property
     def compute(self) -> StepCompute:
-        """Return what runs the model, for those who measure inside of a step."""
+        """The part of the engine that runs the model, for measurements inside of a step."""
         return self.engine._step._compute
 
     def share_weights(self, other: "InProcess") -> None:
-        """Compute with another engine's, of the same model: what differs between the two is not where those lie."""
+        """Use the weights of another engine with the same model, so that the two engines do not differ by the memory in
+        which their weights lie."""
         self.compute.runner.model = other.compute.runner.model
 
     def submit(
@@ -140,7 +143,8 @@ class InProcess:
         prediction: Sequence[int] = (),
         sampling: SamplingParams | None = None,
     ) -> Turn:
-        """Queue a turn. prediction: of its answer; sampling: None: `greedy`. Raises TurnFailed."""
+        """Queue a turn. prediction: tokens that its answer is expected to repeat. sampling: None for `greedy`. Raises
+        TurnFailed."""
         now = time.monotonic()
         request = f"{session}/{len(self._turns)}"
         turn = self._turns[request] = Turn(list(prompt), now)
@@ -161,25 +165,25 @@ class InProcess:
         return turn
 
     def step(self) -> None:
-        """Step once, as the engine's own loop does."""
+        """Run one round of the engine's loop: poll, then step."""
         now = time.monotonic()
         self.engine.poll(now)
         self._take(self.engine.step(now))
 
     def run(self) -> None:
-        """Step until every turn has its answer. Saves and writes may go on."""
+        """Step until every turn has its answer. Saves and writes of KV may still be under way then."""
         while self.engine.has_work():
             self.step()
 
     def ask(self, session: str, prompt: Sequence[int], new_tokens: int) -> Turn:
-        """Have one turn answered, and wait until nothing moves between the tiers."""
+        """Run one turn to its end, and wait until no KV moves between the tiers. Returns the turn."""
         turn = self.submit(session, prompt, new_tokens)
         self.run()
         self.settle()
         return turn
 
     def settle(self) -> None:
-        """Wait until nothing moves between the tiers. Raises TurnFailed when that takes longer than a minute."""
+        """Wait until no KV moves between the tiers. Raises TurnFailed if that takes longer than a minute."""
         deadline = time.monotonic() + SETTLE_S
         quiet = 0
         while quiet < 3:  # what has ended may have been waited for by something else
@@ -196,7 +200,7 @@ class InProcess:
         return self.engine.stats()
 
     def close(self) -> None:
-        """Close as a server does that ends in order: what was computed reaches the disk."""
+        """Close the engine like a server that is told to end: KV that was computed is written to disk first."""
         self.engine.close()
 
     def _take(self, outputs: Sequence[Output]) -> None:
@@ -217,17 +221,18 @@ class InProcess:
 
 
 class Player(Protocol):
-    """An arm that takes turns with others."""
+    """An arm of a benchmark, which takes turns with the other arms."""
 
     def go_on(self) -> None:
-        """Do what a round asks for."""
+        """Do the work of one round."""
 
     def result(self) -> dict[str, Any]:
-        """Close the engine, and tell what was measured."""
+        """Close the engine. Returns what was measured."""
 
 
 def take_turns(run: Run, players: Mapping[str, Player]) -> dict[str, dict[str, Any]]:
-    """Let the arms go on in turn, `--rounds` times, so that a busy neighbour meets them all. Returns their results."""
+    """Run `--rounds` rounds, in each of which every arm does its work, so that other load on the machine affects all
+    arms. Returns their results."""
     for _, order in run.rounds(tuple(players), run.arguments.rounds):
         for name in order:
             players[name].go_on()
@@ -235,7 +240,7 @@ def take_turns(run: Run, players: Mapping[str, Player]) -> dict[str, dict[str, A
 
 
 def random_tokens(rng: random.Random, model: str, count: int) -> list[int]:
-    """Draw tokens that a text may have."""
+    """Return `count` random token ids of the model, none of them special."""
     vocabulary = vocabulary_of(model)
     return [rng.randrange(4, vocabulary) for _ in range(count)]
 

@@ -43,8 +43,8 @@ SHAPES = {
 
 
 def random_llama(shape: ModelShape, seed: int, device: torch.device | None = None) -> LlamaForCausalLM:
-    """Return a random model in bfloat16, with transformers' own initialisation but for the norms. device: where it is
-    drawn, which changes it."""
+    """Return a random model in bfloat16. It is initialised as in transformers, except that norms are not exactly 1.
+    device: where the weights are drawn; other devices draw other weights."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=shape.vocab,
@@ -71,7 +71,8 @@ def random_llama(shape: ModelShape, seed: int, device: torch.device | None = Non
 
 
 def write_tokenizer(source: Path, out: Path, vocab: int, context: int) -> None:
-    """Copy the tokenizer of `source` to `out`, its vocabulary filled up to `vocab` with tokens no text contains."""
+    """Copy the tokenizer in `source` to `out`. Its vocabulary is filled up to `vocab` tokens with some that no text
+    contains."""
     tokenizer = json.loads((source / "tokenizer.json").read_text(encoding="utf-8"))
     known = tokenizer["model"]["vocab"]
     # A BPE reaches a token through merges alone, so a token without a merge is never produced by text. Spaces in
@@ -84,8 +85,8 @@ def write_tokenizer(source: Path, out: Path, vocab: int, context: int) -> None:
 
 
 def make_model(out: Path, shape: ModelShape, seed: int, device: torch.device | None = None) -> int:
-    """Write the model directory `out`, replacing it whole; returns the number of parameters. device: see
-    `random_llama`."""
+    """Write a random model into the directory `out`, in place of its old contents. Returns the number of parameters.
+    device: see `random_llama`."""
     fresh = out.with_name(out.name + ".tmp")
     shutil.rmtree(fresh, ignore_errors=True)
     model = random_llama(shape, seed, device)

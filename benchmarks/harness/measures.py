@@ -17,7 +17,7 @@ def target_of(server: ServerProcess) -> Target:
 
 
 def fail_on(results: Sequence[TurnResult]) -> None:
-    """Raises RuntimeError if one of them has failed."""
+    """Raise RuntimeError if one of the results is a failure."""
     errors = [result.error for result in results if result.error is not None]
     if errors:
         raise RuntimeError(f"{len(errors)} turns failed, the first with {errors[0]}")
@@ -28,14 +28,15 @@ def mean_of(values: Sequence[float]) -> float:
 
 
 def interval(figure: Callable[[random.Random], float], draws: int) -> tuple[float, float]:
-    """The 95 % interval of a figure by bootstrap. `figure` computes it from a resample that it draws itself."""
+    """Return the 95 % interval of a figure by bootstrap. figure: draws a resample with the given generator and computes
+    the figure of it. draws: number of resamples."""
     rng = random.Random(0)
     found = [figure(rng) for _ in range(draws)]
     return percentile(found, 0.025), percentile(found, 0.975)
 
 
 def median_interval(values: Sequence[float], draws: int) -> tuple[float, float]:
-    """Return the 95 % interval of a median."""
+    """Return the 95 % interval of the median of these values by bootstrap. draws: number of resamples."""
     return interval(lambda rng: median(rng.choices(values, k=len(values))), draws)
 
 
@@ -48,7 +49,7 @@ def ratio(over: float | None, under: float | None) -> float | None:
 
 
 def spread(values: Sequence[float], digits: int = 4) -> dict[str, float]:
-    """Return the median with the least and the greatest."""
+    """Return the median, the least and the greatest of the values."""
     return {
         "median": round(median(values), digits),
         "min": round(min(values), digits),
@@ -57,6 +58,7 @@ def spread(values: Sequence[float], digits: int = 4) -> dict[str, float]:
 
 
 def paired_ratio(over: Sequence[float], under: Sequence[float]) -> dict[str, Any]:
-    """Return the median of the ratios round by round, and the least and the greatest."""
+    """Return the median of the ratios `over` / `under`, taken round by round, and the least and the greatest of
+    them."""
     ratios = [a / b for a, b in zip(over, under, strict=True)]
     return {"ratio": median(ratios), "ratio_range": [min(ratios), max(ratios)]}

@@ -10,7 +10,7 @@ NAMES = {"bundled": BUNDLED, "smollm2": SMOLLM2}
 
 
 def model_directory(text: str) -> Path:
-    """Return the directory of a model, by its path or short name. Raises argparse.ArgumentTypeError."""
+    """Return the directory of a model, given as "bundled", "smollm2" or a path. Raises argparse.ArgumentTypeError."""
     directory = NAMES.get(text, Path(text))
     if not is_there(directory):
         how = "`make model` brings it" if directory == SMOLLM2 else f"bundled, smollm2, or a directory: {directory}"
@@ -19,16 +19,17 @@ def model_directory(text: str) -> Path:
 
 
 def name_of(directory: Path) -> str:
-    """Return the name as `--model` was given, or the directory's name."""
+    """Return the short name of a model's directory, or else the directory's name."""
     return next((name for name, known in NAMES.items() if known == directory), directory.name)
 
 
 def result_name(benchmark: str, directory: Path) -> str:
-    """Name the result file: the bundled model has the benchmark's own name."""
+    """Return the name of a benchmark's result file for a model. For the bundled model it is the benchmark's own
+    name."""
     return benchmark if directory == BUNDLED else f"{benchmark}_{name_of(directory).lower()}"
 
 
 def kv_bytes_per_token(directory: Path | str, value_bytes: int = 2) -> int:
-    """Keys and values of all layers, of a Llama-shaped model; 2: of bf16."""
+    """Return the bytes of a token's KV in all layers of a Llama-shaped model. value_bytes: of a number; 2 for bf16."""
     config = json.loads((Path(directory) / "config.json").read_text(encoding="utf-8"))
     return int(2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"] * value_bytes)

@@ -56,7 +56,7 @@ class Judgement:
 
 
 def verdict(figure: Figure, committed: float | None, now: float | None) -> str:
-    """Return how a figure stands to the committed one."""
+    """Return whether a figure is better, as good or worse than the committed one, within its tolerance."""
     if now is None or math.isnan(now):
         return FAILED
     if committed is None:
@@ -76,7 +76,7 @@ def _over(over: float, under: float) -> float:
 def compare(
     name: str, experiment: Experiment, committed: dict[str, Any] | None, now: dict[str, Any]
 ) -> list[Judgement]:
-    """The figures of a benchmark, and what it holds."""
+    """Return a judgement of each figure of a benchmark, and one of all that its result's `held` claims."""
     assert experiment.quick is not None
     rows = []
     for figure in experiment.quick.figures:
@@ -95,7 +95,7 @@ def _shown(value: float | None) -> str:
 
 
 def run(name: str, words: Sequence[str]) -> list[Judgement]:
-    """One benchmark, in a process of its own."""
+    """Run one benchmark with --quick in a process of its own. Returns its judgements."""
     experiment: Experiment = importlib.import_module(f"benchmarks.{name}").EXPERIMENT
     file_name = f"{experiment.file_name(experiment.parse(words))}.json"
     fresh = QUICK / file_name
@@ -116,7 +116,7 @@ def run(name: str, words: Sequence[str]) -> list[Judgement]:
 
 
 def measure(names: Sequence[str], data: str | None, console: Console) -> Iterator[Judgement]:
-    """The rows of all of them, as they come."""
+    """Run the benchmarks one by one, and yield their judgements."""
     for name in names:
         if name in WITH_DATA and data is None:
             console.print(f"{name}: left out; it needs --data")

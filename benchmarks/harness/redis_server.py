@@ -13,7 +13,7 @@ class RedisServer:
     """A redis-server without persistence. `stop` and `start` lose its data."""
 
     def __init__(self, directory: Path, *options: str) -> None:
-        """options: of redis-server, as "--maxmemory", "4mb"."""
+        """Set up. options: of redis-server, such as "--maxmemory", "4mb"."""
         self.socket = directory / "redis.sock"
         self.url = f"unix://{self.socket}"
         self._options = options
@@ -35,13 +35,13 @@ class RedisServer:
             return client.connect_ex(str(self.socket)) == 0
 
     def client(self, **options: Any) -> Any:
-        """Return a client of `redis`, whose types do not say whether they are asynchronous."""
+        """Return a client of the server. (`redis` types do not tell whether a client is asynchronous, hence `Any`.)"""
         import redis  # an extra of ours
 
         return redis.Redis(unix_socket_path=str(self.socket), **options)
 
     def pause(self) -> None:
-        """Stop it as SIGSTOP does: connections stay open and nothing is answered."""
+        """Stop the process with SIGSTOP: connections stay open, and nothing is answered."""
         assert self._process is not None
         os.kill(self._process.pid, signal.SIGSTOP)
 

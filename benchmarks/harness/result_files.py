@@ -47,8 +47,8 @@ def read_result(file: Path) -> dict[str, Any] | None:
 
 
 def write_result(file: Path, result: Mapping[str, Any]) -> None:
-    """The command, the time, the machine, and the result, with paths relative to the checkout; the file's folder is
-    made."""
+    """Write a result to a file, with the command, the time and the machine. Paths become relative to the checkout. The
+    file's folder is made if it is missing."""
     record = {
         "benchmark": file.stem,
         "command": command_line(sys.argv),
@@ -62,14 +62,14 @@ def write_result(file: Path, result: Mapping[str, Any]) -> None:
 
 
 def command_line(words: list[str]) -> str:
-    """Return the command as it would be typed in the checkout. words: `sys.argv` after `python -m`."""
+    """Return the command of this process as one types it in the checkout. words: `sys.argv`."""
     relative = [os.path.relpath(word, ROOT) if os.path.isabs(word) else word for word in words]
     module = relative[0].removesuffix(".py").replace(os.sep, ".").removesuffix(".__main__")
     return " ".join(["python", "-m", module, *relative[1:]])
 
 
 def command_of(result: dict[str, Any]) -> str:
-    """Return the command that makes the result today."""
+    """Return the command that measures a result now; its program may have been renamed since."""
     command = str(result["command"])
     for before, now in _MOVED.items():
         command = re.sub(rf"-m {re.escape(before)}(?= |$)", f"-m {now}", command)
@@ -77,7 +77,7 @@ def command_of(result: dict[str, Any]) -> str:
 
 
 def describe_machine() -> dict[str, Any]:
-    """Hardware, versions and commit."""
+    """Return the hardware, versions and commit of this machine."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
     models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
@@ -96,8 +96,8 @@ def describe_machine() -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """Return the commit of the sources, with -dirty if one has changed. Results and documents are not sources: several
-    are measured, and drawn, before they are committed together."""
+    """Return the commit of the sources, with -dirty if a source has changed. Results and documents do not count as
+    sources, because several are measured and drawn before they are committed together."""
     found = _output("git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD")
     changed = _output("git", "-C", str(ROOT), "status", "--porcelain", "--", ".", *_NO_SOURCES)
     return f"{found}-dirty" if found and changed else found

@@ -24,7 +24,7 @@ STARTED: dict[str, dict[str, Any]] = {}
 
 
 class ServerFailed(Exception):
-    """The server did not come up; the message ends with the tail of its log."""
+    """The server did not become ready. The message ends with the tail of its log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,28 +43,29 @@ class ServerProcess:
         return int(self.model["max_model_len"])
 
     def metrics(self) -> dict[str, float]:
-        """/metrics as name -> value; labels stay part of the name: `reprise_hbm_pages{state="free"}`."""
+        """Return the values of /metrics by name. Labels are part of the name: `reprise_hbm_pages{state="free"}`."""
         text = httpx.get(f"{self.url}/metrics", timeout=10).raise_for_status().text
         samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
         return {s.name + _labels(s.labels): s.value for s in samples}
 
     @property
     def engine(self) -> psutil.Process:
-        """The engine process. Raises ServerFailed where there is none, or more than one."""
+        """The engine process. Raises ServerFailed if there is none, or more than one."""
         children = psutil.Process(self.pid).children()
         if len(children) != 1:
             raise ServerFailed(f"the server {self.name!r} has {len(children)} engine processes")
         return children[0]
 
     def kill(self) -> None:
-        """SIGKILL to both processes, as when the machine takes them. Returns when they are gone."""
+        """Kill both processes with SIGKILL. Returns when they have ended."""
         family = [psutil.Process(self.pid), self.engine]
         for process in family:
             process.kill()
         psutil.wait_procs(family, timeout=20)
 
     def resident_bytes(self) -> dict[str, int]:
-        """Resident memory of the two processes, `app` and `engine`; a process that is gone counts 0."""
+        """Return the bytes of resident memory of the two processes, `app` and `engine`; 0 for an engine that has
+        ended."""
         process = psutil.Process(self.pid)
         sizes = {"app": process.memory_info().rss, "engine": 0}
         for child in process.children(recursive=True):
@@ -78,7 +79,7 @@ def _labels(labels: Mapping[str, str]) -> str:
 
 
 def free_port() -> int:
-    """A loopback port nobody listens on just now."""
+    """Return a loopback port on which no process listens now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -93,12 +94,12 @@ def serve(
     environment: Mapping[str, str] | None = None,
     program: Path | None = None,
 ) -> Iterator[ServerProcess]:
-    """A server with `settings` ("cache.mode" -> value) on a loopback port, free unless it is given, state in a
-    directory of its own; `environment` is added to this process's. program: the `reprise` of another checkout, in its
-    .venv/bin.
+    """Start a server for the `with` block, with a state directory of its own. settings: "cache.mode" -> value. port:
+    None for a free one. environment: variables in addition to this process's. program: the `reprise` of another
+    checkout, in its .venv/bin.
 
-    Stopped with SIGTERM at the end, and killed with all its children when that takes longer than 20 s. The log is kept
-    only if something went wrong. Raises ServerFailed.
+    At the end the server is stopped with SIGTERM, and killed with all its children after 20 s. Its log is kept only
+    after an error. Raises ServerFailed.
     """
     directory = Path(tempfile.mkdtemp(prefix=f"reprise-{name}-"))
     port, log = port or free_port(), directory / "server.log"
@@ -141,8 +142,8 @@ def serve(
 
 
 def told(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings for a result. Paths and addresses say nothing on another machine, and keys are for none: a model
-    keeps its name, the rest go."""
+    """Return settings as a result shows them. Paths, addresses and keys are left out, except for the name of the
+    model."""
     shown = {key: value for key, value in flags.items() if os.sep not in str(value) and not key.endswith("_keys")}
     return {**shown, "model.source": Path(str(flags["model.source"])).name}
 

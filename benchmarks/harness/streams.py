@@ -28,7 +28,7 @@ class Token:
 
 @dataclass(slots=True)
 class StreamedAnswer:
-    """The answer that came back. `tokens` is filled when logprobs were asked for."""
+    """A streamed answer with its times. `tokens` is filled if the request asks for logprobs."""
 
     text: str = ""
     tokens: list[Token] = field(default_factory=list)
@@ -44,12 +44,12 @@ class StreamedAnswer:
 
     @property
     def ttft_ms(self) -> float:
-        """Request sent to first token received."""
+        """The milliseconds from sending the request to receiving the first token."""
         return (self.first_token_s - self.sent_s) * 1e3 if self.first_token_s is not None else float("nan")
 
     @property
     def tpot_ms(self) -> float:
-        """Mean gap between the tokens after the first."""
+        """The mean milliseconds between tokens after the first one."""
         if self.first_token_s is None or self.completion_tokens < 2:
             return float("nan")
         return (self.done_s - self.first_token_s) * 1e3 / (self.completion_tokens - 1)
@@ -57,8 +57,8 @@ class StreamedAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The place where an answer left its reference. `gap` is the reference's logprob of its token over that of the
-    runner-up there, None where the reference has no token."""
+    """The first place where an answer differs from its reference. gap: the logprob of the reference's token there less
+    that of the second likeliest token; None if the reference has no token there."""
 
     position: int
     expected: str | None
@@ -70,7 +70,7 @@ class Difference:
         return self.gap is not None and self.gap < NEAR_TIE
 
     def as_row(self) -> dict[str, Any]:
-        """Return what results say of it."""
+        """Return the fields that results show of it."""
         return {
             "position": self.position, "expected": self.expected, "got": self.got, "gap": self.gap,
             "excused": self.is_near_tie,
@@ -78,7 +78,7 @@ class Difference:
 
 
 def client_of(url: str) -> AsyncOpenAI:
-    """The official client, which would hide errors by asking again, told not to."""
+    """Return OpenAI's client for a server. It does not retry, because that would hide errors."""
     return AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120)
 
 
@@ -86,7 +86,7 @@ async def ask(
     client: AsyncOpenAI, model: str, messages: list[Message], *, leave_after: int | None = None, **parameters: Any
 ) -> StreamedAnswer:
     """Stream one answer to its end, or disconnect after `leave_after` chunks. Raises what the client raises, and
-    RuntimeError when a stream ends without a finish_reason or a usage."""
+    RuntimeError if the stream ends without a finish_reason or a usage."""
     answer = StreamedAnswer(sent_s=time.perf_counter())
     extra = {k: parameters.pop(k) for k in ("top_k", "min_p", "ignore_eos", "session_id") if k in parameters}
     stream = await client.chat.completions.create(
@@ -123,8 +123,8 @@ async def ask(
 
 
 async def ask_stamped(http: Http, model: str, messages: list[Message], **parameters: Any) -> StreamedAnswer:
-    """`ask` for times: the same answer, without logprobs, stamped where its bytes are received. What the
-    official client takes for itself is not in them. Raises RuntimeError when the answer is refused or does not end, and
+    """Stream one answer like `ask`, for exact times. They are taken when bytes arrive, so that they do not contain the
+    work of OpenAI's client. There are no logprobs. Raises RuntimeError if the answer is refused or does not end, and
     what `Http.send` raises."""
     body = {"model": model, "messages": messages, "stream": True, "stream_options": {"include_usage": True}}
     headers = {"content-type": "application/json"}
@@ -165,8 +165,8 @@ async def ask_stamped(http: Http, model: str, messages: list[Message], **paramet
 
 
 def first_difference(expected: StreamedAnswer, got: StreamedAnswer) -> Difference | None:
-    """Return where two answers differ; None if text, tokens and finish reason are the same. Both were asked for
-    `top_logprobs` of 2."""
+    """Return the first place where two answers differ; None if text, tokens and finish reason are equal. Both must have
+    been asked for with `top_logprobs` 2."""
     for position, (ours, theirs) in enumerate(zip(expected.tokens, got.tokens, strict=False)):
         if (ours.text, ours.raw) != (theirs.text, theirs.raw):
             return Difference(position, ours.text, theirs.text, _gap(ours))

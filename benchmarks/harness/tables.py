@@ -9,7 +9,7 @@ from rich.table import Table
 def show_rows(
     console: Console, title: str, rows: Mapping[str, Mapping[str, object]] | Sequence[Mapping[str, object]]
 ) -> None:
-    """Print rows as a result has them, under the names of their fields. Long lists are left out."""
+    """Print rows of a result as a table, a column for each field. Lists with more than two values are left out."""
     named = rows.items() if isinstance(rows, Mapping) else enumerate(rows, 1)
     cells = {name: {key: _cell(value) for key, value in row.items()} for name, row in named}
     headings = list(dict.fromkeys(key for row in cells.values() for key, cell in row.items() if cell is not None))

@@ -56,7 +56,7 @@ class ProcessLog:
 
 
 def moves(entries: Sequence[Entry]) -> int:
-    """Count the moves from one file to another, thread by thread."""
+    """Return how often consecutive calls of a thread are in different files, summed over the threads."""
     last: dict[int, str] = {}
     count = 0
     for thread, file, _ in entries:
@@ -66,20 +66,20 @@ def moves(entries: Sequence[Entry]) -> int:
 
 
 def leg(entries: Sequence[Entry]) -> dict[str, Any]:
-    """Count a part of a log; files by entries, most first."""
+    """Return counts of a part of a log: files, calls, moves between files, and calls by file, the most first."""
     files = Counter(file for _, file, _ in entries)
     return {"files": len(files), "calls": len(entries), "moves": moves(entries), "by_file": dict(files.most_common())}
 
 
 def decode_steps(entries: Sequence[Entry]) -> list[Sequence[Entry]]:
-    """Return the parts from one entry of `Engine.step` to the next. The first step computes the prompt, and what
-    follows the last one is the turn's end: neither is among them."""
+    """Return the entries of each decode step, from one entry of `Engine.step` to the next one. The first step is left
+    out, because it computes the prompt, and so is what follows the last one."""
     starts = [place for place, (_, _, function) in enumerate(entries) if function == STEP]
     return [entries[start:end] for start, end in pairwise(starts)][1:]
 
 
 def summarize(http: ProcessLog, engine: ProcessLog) -> dict[str, Any]:
-    """Raises ValueError where no token was decoded."""
+    """Return the counts of a turn by its parts. Raises ValueError if no decode step is in the engine's log."""
     steps = [leg(step) for step in decode_steps(engine.entries)]
     if not steps:
         raise ValueError(f"{STEP} was entered too seldom: no token was decoded, or it has another name")
@@ -105,7 +105,7 @@ def summarize(http: ProcessLog, engine: ProcessLog) -> dict[str, Any]:
 
 
 async def second_turn(server: ServerProcess, directory: Path, max_tokens: int) -> None:
-    """Play both turns; log the second. Raises what the client raises."""
+    """Play two turns of a conversation and log the second one. Raises what the client raises."""
     async with client_of(server.url) as client:
         common: dict[str, Any] = {
             "max_tokens": max_tokens, "temperature": 0, "session_id": SESSION, "ignore_eos": True,
@@ -120,7 +120,7 @@ async def second_turn(server: ServerProcess, directory: Path, max_tokens: int) -
 
 
 def read_logs(directory: Path) -> tuple[ProcessLog, ProcessLog]:
-    """Read the logs of the HTTP process and of the engine. Raises TimeoutError."""
+    """Return (log of the HTTP process, log of the engine). Raises TimeoutError if they are not written in time."""
     until = time.monotonic() + WRITTEN_S
     while len(files := list(directory.glob("*.json"))) < 2:
         if time.monotonic() > until:

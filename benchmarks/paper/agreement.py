@@ -83,7 +83,7 @@ def played(server: ServerProcess, options: load_run.Options) -> list[TurnResult]
 
 
 def figures_of(results: Sequence[TurnResult]) -> dict[str, Any]:
-    """Figures of a run on a server."""
+    """Return the figures of a run on a server: mean TTFT, hits by tier in % of the prompt tokens, and `outside_s`."""
     prompts = sum(result.prompt_tokens for result in results)
     hits = {tier: sum(result.extra["x_cache"][f"{tier}_tokens"] for result in results) for tier in TIERS}
     ttfts = [result.ttft_s for result in results if result.ttft_s is not None]
@@ -95,8 +95,8 @@ def figures_of(results: Sequence[TurnResult]) -> dict[str, Any]:
 
 
 def outside_s(results: Sequence[TurnResult]) -> float:
-    """Return how long a request waits beside the steps it is in line for or runs in, in the mean: templates and tokens,
-    the way to the engine and the end of its step, and the way back."""
+    """Return the mean seconds to the first token that a request spends outside of queue, load and prefill: for
+    templates and tokens, the way to the engine and the end of its present step, and the way back."""
     waits = [(result.ttft_s, result.extra["timings"]) for result in results]
     parts = ("queue_ms", "load_ms", "prefill_ms")
     return fmean(ttft_s - sum(timings[part] for part in parts) / 1e3 for ttft_s, timings in waits if ttft_s is not None)
@@ -104,8 +104,8 @@ def outside_s(results: Sequence[TurnResult]) -> float:
 
 @contextmanager
 def sampled(server: ServerProcess) -> Iterator[list[dict[str, float]]]:
-    """/metrics every few seconds, and once more after the run. What a step costs is learned from the last few seconds
-    alone: the mean over a run says more than its idle end."""
+    """Record /metrics every few seconds during the `with` block, and once more after it. A server learns what a step
+    costs from its last few seconds, so one sample at the idle end would say less than many."""
     samples: list[dict[str, float]] = []
     over = threading.Event()
 
@@ -125,7 +125,8 @@ def sampled(server: ServerProcess) -> Iterator[list[dict[str, float]]]:
 
 
 def moments(samples: Sequence[dict[str, float]]) -> list[dict[str, float]]:
-    """Totals as at the end, with what a step cost at each of a few moments with work, evenly spread over the run."""
+    """Return the totals of the last sample, several times: each with the costs of a step at another moment of the run,
+    evenly spread over the samples in which requests ran."""
     last = samples[-1]
     busy = [sample for sample in samples if sample["reprise_running_requests"]] or [last]
     terms = [name for name in last if name.startswith("reprise_step_cost_seconds")]
@@ -137,7 +138,8 @@ def moments(samples: Sequence[dict[str, float]]) -> list[dict[str, float]]:
 def machine_of(
     measured: dict[str, float], device: str, hbm_tokens: int, dram_tokens: int, disk_tokens: int
 ) -> VirtualServer:
-    """measured: /metrics of a run. device: as /v1/models says. Raises ValueError where nothing moved."""
+    """Return the machine to simulate. measured: /metrics of a run on the server. device: as /v1/models says. Raises
+    ValueError if no KV was moved between two tiers."""
 
     def cost(term: str) -> float:
         return measured[f'reprise_step_cost_seconds{{term="{term}"}}']
@@ -165,7 +167,8 @@ def machine_of(
 
 
 def conversations_of(results: Sequence[TurnResult]) -> list[Conversation]:
-    """Return what the clients of a run did, in tokens as the server counted them."""
+    """Return the conversations of a run as a workload for the simulator: lengths in tokens as the server counted them,
+    and the clients' think times."""
     sessions: dict[str, list[TurnResult]] = defaultdict(list)
     for result in results:
         sessions[result.session_id].append(result)
@@ -183,7 +186,7 @@ def conversations_of(results: Sequence[TurnResult]) -> list[Conversation]:
 
 
 class Tracked(Simulation):
-    """Adds up where the tokens of the prompts came from."""
+    """A simulation that also adds up from which tiers the prompts' tokens came."""
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
@@ -205,7 +208,8 @@ def played_by(machine: VirtualServer, conversations: Sequence[Conversation]) -> 
 
 
 def unknown_s(machines: Sequence[VirtualServer], results: Sequence[TurnResult]) -> float:
-    """The part of a request's time that is not simulated: turn by turn, over the machines, the ends cut off."""
+    """Return the mean seconds to the first token that a server takes longer than the simulator: turn by turn, averaged
+    over the machines, without the shares OFF_SHARE of the smallest and the greatest."""
     simulated: dict[str, list[list[float]]] = defaultdict(list)  # session -> machines -> turns
     conversations = conversations_of(results)
     for machine in machines:
@@ -227,7 +231,8 @@ def unknown_s(machines: Sequence[VirtualServer], results: Sequence[TurnResult]) 
 def foretold(
     machines: Sequence[VirtualServer], conversations: Sequence[Conversation], unknown_ms: float
 ) -> dict[str, Any]:
-    """Means over the machines. unknown_ms: of every request's time, what is not simulated."""
+    """Return the simulated figures, averaged over the machines. unknown_ms: added to each TTFT for what is not
+    simulated."""
     ttfts, hits, prompts = [], Counter[str](), 0
     for machine in machines:
         run = played_by(machine, conversations)
@@ -242,7 +247,7 @@ def foretold(
 
 
 def verdicts(first: dict[str, Any], second: dict[str, Any], simulated: dict[str, Any]) -> dict[str, bool]:
-    """Return each line that is held to, and whether it holds."""
+    """Return claim -> whether it holds."""
     held = {}
     for tier in TIERS:
         served = fmean(run["hit_points"][tier] for run in (first, second))
@@ -261,7 +266,8 @@ def show(console: Console, result: dict[str, Any]) -> None:
 
 
 def measure(run: Run) -> dict[str, Any]:
-    """Raises ValueError where the model's KV is not as large as is assumed."""
+    """Play both runs and simulate the second one. Raises ValueError if the model's KV has another size than assumed
+    here."""
     arguments = run.arguments
     tiers = (arguments.hbm_tokens, arguments.dram_tokens, arguments.disk_tokens)
     runs, results, measured, device, settings = [], [], [], "", settings_of(*tiers)

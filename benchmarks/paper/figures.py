@@ -32,7 +32,7 @@ config."""
 
 
 def runs(share: float) -> dict[str, Run]:
-    """Every run by name. share: of the paper's sessions and machine."""
+    """Return all runs by name. share: the share of the paper's sessions and machine that is simulated."""
     found: dict[str, Run] = {}
 
     def add(arm: str, *models: str, load: str = "saturated", seed: int = SEEDS[0], machine: Run | None = None,
@@ -69,7 +69,8 @@ def runs(share: float) -> dict[str, Run]:
 
 
 def long_documents() -> list[dict[str, dict[str, float]]]:
-    """Per length, recompute and reuse: TTFT and GPU time of a question, means over the second to the sixth."""
+    """Return for each document length the TTFT and GPU time of a question, with recomputing and with reuse: means over
+    the second to the sixth question."""
     machine = presets.machine("mistral-7b", layer_s=presets.MISTRAL_LAYER_S)
     rows = []
     for length in DOCUMENTS:
@@ -86,7 +87,7 @@ def long_documents() -> list[dict[str, dict[str, float]]]:
 
 
 def execute(run: Run) -> dict[str, Any]:
-    """One run, and the seconds of processor time that it took."""
+    """Simulate one run. Returns its figures, and the seconds of processor time that it took."""
     began = time.process_time()
     share = run["share"]
     sessions = round(9000 * share)

@@ -71,7 +71,8 @@ def rows(host: Host) -> list[dict[str, Any]]:
 
 
 def speedup(found: list[dict[str, Any]], over: Arm, arm: Arm = "hybrid", model: str = "") -> float:
-    """The geometric mean of all prompts, of one model or all."""
+    """Return the geometric mean, over all prompts, of the tokens per second of `arm` in units of those of `over`.
+    model: "" for all models."""
     return geometric_mean(
         row["tokens_per_s"][arm] / row["tokens_per_s"][over] for row in found if model in ("", row["model"])
     )
@@ -89,8 +90,9 @@ def summary(host: Host) -> dict[str, Any]:
 
 
 def implied_flops(model: OffloadedModel, host: Host) -> dict[str, float]:
-    """TFLOP/s that the paper's other numbers imply. fig_4: half of a context computed again from its tokens takes as
-    many times as long as to load weights and KV. ratio: Algorithm 1 finds the paper's."""
+    """Return the GPU's TFLOP/s that other numbers of the paper imply. fig_4: computing half of a context again from its
+    tokens takes as many times longer than loading weights and KV as the paper says. ratio: Algorithm 1 finds the
+    paper's ratio of KV to activations."""
     batch, context, times = RECOMPUTED[model.name]
     tokens = batch * context / 2
     link_s = host.weights_s(model, 0.0) + host.load_s(2 * tokens * model.kv_bytes)

@@ -15,7 +15,7 @@ Points = Sequence[tuple[float, float]]
 def bars(
     name: str, title: str, unit: str, labels: Sequence[str], series: Mapping[str, Sequence[float | None]]
 ) -> list[str]:
-    """A group of bars for each label, one of each series; None: it has none there."""
+    """Draw a group of bars for each label, with a bar of each series; None: no bar."""
     figure, (axis,) = panels.panels(1, (6.4, 3.2))
     panels.bars(axis, series, COLOURS if len(series) > 1 else (BLUE,))
     axis.set_xticks(range(len(labels)), [label.replace(", ", ",\n") for label in labels], fontsize=8)
@@ -24,7 +24,7 @@ def bars(
 
 
 def lines(name: str, title: str, axes: tuple[str, str], series: Mapping[str, Points], marked: Points = ()) -> list[str]:
-    """A line for each series; marked: the paper's points."""
+    """Draw a line for each series, and the paper's points (`marked`). axes: labels of x and y."""
     figure, (axis,) = panels.panels(1, (6.4, 3.2))
     for number, (what, points) in enumerate(series.items()):
         axis.plot(*zip(*points, strict=True), marker="o", markersize=3, color=COLOURS[number], label=what)

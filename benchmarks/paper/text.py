@@ -19,7 +19,7 @@ BIG = "llama-13b"
 
 
 def write(document: dict[str, Any]) -> None:
-    """Write about the runs that there are; a figure whose runs are missing is left out."""
+    """Write docs/paper_figures.md with the runs of a result. A figure whose runs are missing is left out."""
     entries = document["runs"]
     runs = {name: _whole(entry["figures"], entry["run"]["share"]) for name, entry in entries.items()}
     lines = [

@@ -103,7 +103,7 @@ def settings_of(policy: str, kv: str, model: str, workload: Poisson) -> dict[str
 
 
 def play(server: ServerProcess, conversations: Sequence[Conversation], seed: int) -> list[TurnResult]:
-    """Raises RuntimeError if a turn has failed."""
+    """Send the conversations to a server and return the results. Raises RuntimeError if a turn fails."""
     results = asyncio.run(run(target_of(server), conversations, seed=seed, timeout_s=TIMEOUT_S))
     fail_on(results)
     return results
@@ -123,14 +123,14 @@ def round_of(arm: str, seed: int, results: Sequence[TurnResult]) -> Round:
 
 
 def counts(server: ServerProcess) -> Counter[str]:
-    """Return what the scheduler has counted: loads by how they ended."""
+    """Return how many loads the scheduler has counted so far, by the way they ended."""
     time.sleep(HEARTBEAT_S)
     state = httpx.get(f"{server.url}/v1/scheduler", timeout=10).raise_for_status().json()
     return Counter({f"loads {name}": n for name, n in state["loads"].items()})
 
 
 def describe(rounds: Sequence[Round]) -> dict[str, Any]:
-    """Figures of one server, in ms."""
+    """Return the figures of one server, times in ms."""
     found: dict[str, Any] = {}
     for name in NAMES:
         values = [1e3 * value for r in rounds for value in getattr(r, f"{name}_s")]
@@ -143,7 +143,7 @@ def describe(rounds: Sequence[Round]) -> dict[str, Any]:
 
 
 def ratios(arms: dict[str, Any], other: str) -> dict[str, Any]:
-    """Every server's figures over those of another."""
+    """Return the figures of every server divided by those of the server `other`."""
     theirs = arms[other]
     return {
         arm: {name: {f: ratio(mine[name][f], theirs[name][f]) for f in FIGURES} for name in NAMES}
@@ -154,13 +154,13 @@ def ratios(arms: dict[str, Any], other: str) -> dict[str, Any]:
 
 
 def summarize(rounds: Sequence[Round]) -> dict[str, Any]:
-    """Figures of one setting: those of each server, and over those of each other one."""
+    """Return the figures of one setting: those of each server, and their ratios to those of each other server."""
     arms = {arm: describe([r for r in rounds if r.arm == arm]) for arm in dict.fromkeys(r.arm for r in rounds)}
     return {"arms": arms, "over": {other: ratios(arms, other) for other in arms}}
 
 
 def verdicts(rows: Sequence[dict[str, Any]], seeds: int) -> dict[str, bool]:
-    """Return each line that is held to, and whether it holds."""
+    """Return claim -> whether it holds. seeds: number of rounds."""
     held = {f"at least {SEEDS} seeds": seeds >= SEEDS}
     for row in rows:
         where = f"KV in {row['kv']}, {row['share']:.0%}"
@@ -190,7 +190,7 @@ def show(console: Console, result: dict[str, Any]) -> None:
 
 
 def measure(run: Run) -> dict[str, Any]:
-    """Raises ServerFailed and RuntimeError."""
+    """Play all settings on all servers and return the result. Raises ServerFailed, and RuntimeError if a turn fails."""
     arguments, model = run.arguments, str(run.random_model())
     asked = ("conversations", "turns", "first_tokens")
     workload = Poisson(think_s=0.0, **{name: getattr(arguments, name) for name in asked})
@@ -237,7 +237,7 @@ def measure(run: Run) -> dict[str, Any]:
 
 
 def carries(server: ServerProcess, workload: Poisson) -> float:
-    """Return the turns a second that a server works off when all conversations come at once and nobody thinks."""
+    """Return how many turns a second a server completes if all conversations begin at once and have no think time."""
     results = play(server, replace(workload, rate=1e6, think_s=0.0).arrivals(0), 0)
     return len(results) / (max(r.done_s for r in results) - min(r.sent_s for r in results))
 

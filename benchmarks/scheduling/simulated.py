@@ -58,7 +58,7 @@ PREFILL_S, WINDOW = 0.1251, 12  # a turn's prefill, measured on 2 cores of an AM
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """The fate of a turn. Seconds since the turns that count began."""
+    """The times of a simulated turn, in seconds since the time from which turns count."""
 
     place: str  # one of PLACES
     due_s: float
@@ -78,7 +78,7 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A setting in which all arms are played."""
+    """A setting: a machine and a workload on which all arms are compared."""
 
     labels: dict[str, Any]
     machine: VirtualServer
@@ -87,7 +87,8 @@ class Row:
 
 
 def play(machine: VirtualServer, conversations: Sequence[Conversation], seed: int, start_s: float) -> list[Served]:
-    """Return the turns that count in the order in which they came."""
+    """Simulate the conversations. Returns the turns that count (from `start_s` on), in the order in which they
+    arrived."""
     simulation = Simulation(machine=machine, conversations=conversations, rng=random.Random(seed))
     simulation.run()
     return [
@@ -115,8 +116,8 @@ def classes_rows(turns: int, lengths: dict[str, Lengths]) -> list[Row]:
 
 
 def classes_row(workload: Classes, factor: float, share: float, prefill_s: float = PREFILL_S) -> Row:
-    """factor: how much longer loading a mean history takes than the new tokens' `prefill_s`. share: of the rate at
-    which FCFS works off bursts."""
+    """Return a setting. factor: how many times longer it takes to load a history of mean length than to prefill a
+    turn's new tokens (`prefill_s`). share: the arrival rate, as a share of the rate at which FCFS works off bursts."""
     machine = classes_machine(workload, prefill_s, factor * prefill_s)
     rate = share * service_rate(replace(machine, policy="fcfs"), workload)
     labels = {"new_tokens": workload.new_tokens, "load_factor": factor, "share": share, "rate": rounded(rate, 3)}
@@ -128,7 +129,8 @@ def _arrivals(workload: Classes, rate: float, share: float, seed: int) -> list[C
 
 
 def classes_machine(workload: Classes, prefill_s: float, load_s: float) -> VirtualServer:
-    """A server whose HBM and DRAM hold a part of the conversations. What a step costs beside `prefill_s` is assumed."""
+    """Return a server whose HBM and DRAM hold a part of the conversations. prefill_s, load_s: seconds to prefill a
+    turn's new tokens, and to load a mean history. Other costs of a step are assumed."""
     blocks, bytes_per_token, fixed_s, s_per_kilo_pair = workload.mean_tokens // BLOCK, 12_288, 0.006, 0.00008
     attended = workload.turn_tokens * (workload.mean_history + workload.turn_tokens / 2) / 1000
     return VirtualServer(
@@ -142,7 +144,7 @@ def classes_machine(workload: Classes, prefill_s: float, load_s: float) -> Virtu
 
 
 def service_rate(machine: VirtualServer, workload: Classes) -> float:
-    """Turns started a second in bursts, while all places are taken."""
+    """Return how many turns a second start in bursts, while all places of the batch are taken."""
     seconds, started = 0.0, 0
     for seed in range(BURSTS):
         served = play(machine, workload.begun(workload.burst(seed)), seed, workload.start_s)
@@ -153,12 +155,12 @@ def service_rate(machine: VirtualServer, workload: Classes) -> float:
 
 
 def overtakes(served: Sequence[Served]) -> list[int]:
-    """Return how many of those that came later started before each."""
+    """Return for each turn how many turns that arrived later started before it."""
     return [sum(o.due_s > s.due_s and o.started_s < s.started_s for o in served) for s in served]
 
 
 def describe(seeds: Sequence[Sequence[Served]]) -> dict[str, Any]:
-    """Figures of one arm in one row. Times in ms."""
+    """Return the figures of one arm in one setting, over all seeds. Times are in ms."""
     served = [turn for each in seeds for turn in each]
     passed = [count for each in seeds for count in overtakes(each)]
     return {
@@ -178,7 +180,8 @@ def _times(served: Sequence[Served]) -> dict[str, Any]:
 
 
 def compare(mine: Sequence[Sequence[Served]], theirs: Sequence[Sequence[Served]], kind: str) -> dict[str, Any]:
-    """TTFT of mine in units of theirs over all seeds: measure -> [ratio, least, most of the interval]."""
+    """Return the TTFT of `mine` in units of that of `theirs`, over all seeds: measure -> [ratio, lower and upper end of
+    its 95 % interval]. kind: of turns, a key of KINDS."""
     sides = [[[t.ttft_s for t in each if t.place in KINDS[kind]] for each in side] for side in (mine, theirs)]
     if not all(any(side) for side in sides):
         return {}
@@ -200,7 +203,8 @@ def compare(mine: Sequence[Sequence[Served]], theirs: Sequence[Sequence[Served]]
 
 
 def costs(served: Mapping[str, Sequence[Sequence[Served]]]) -> dict[str, dict[str, float | None]]:
-    """Return what an order costs those that wait, in units of `fcfs`: the longest wait, and p95 of slowdown."""
+    """Return what each order costs the turns that wait longest, in units of `fcfs`: the longest wait, and the 95th
+    percentile of slowdown (TTFT in units of TTFT without other turns)."""
     if "fcfs" not in served:
         return {}
     found = {arm: [turn for each in seeds for turn in each] for arm, seeds in served.items()}
@@ -215,7 +219,8 @@ def costs(served: Mapping[str, Sequence[Sequence[Served]]]) -> dict[str, dict[st
 
 
 def machine_of(machine: VirtualServer, arm: str) -> VirtualServer:
-    """Return the machine with an arm's order: a policy's name, with `due` perhaps followed by its patience."""
+    """Return the machine with the queue order of an arm. arm: a policy's name; "due-16" is `due` with a patience of
+    16."""
     if not arm.startswith("due-"):
         return replace(machine, policy=arm)
     return replace(machine, policy="due", patience=float(arm.removeprefix("due-")))
@@ -237,7 +242,7 @@ def measure_row(seeds: int, arms: Sequence[str], row: Row) -> dict[str, Any]:
 
 
 def verdicts(rows: Sequence[dict[str, Any]]) -> dict[str, bool]:
-    """Return each line that is held to, and whether it holds."""
+    """Return claim -> whether it holds."""
     held = {}
     arms = rows[0]["ttft_ms"] if rows else {}
     if "car" in arms:
@@ -296,7 +301,7 @@ def options(parser: ArgumentParser) -> None:
 
 
 def first_row(result: Result) -> float | None:
-    """Mean TTFT of the default order in units of FCFS, in the first setting."""
+    """Return the mean TTFT of the default order in units of that of FCFS, in the first setting."""
     ratio: float = result["rows"][0]["ratios"][f"{DEFAULT}/fcfs"]["mean"][0]
     return ratio
 

@@ -74,7 +74,7 @@ def request(tenant: str, name: str) -> Conversation:
 
 
 class Player:
-    """Plays rounds on one server."""
+    """A player of rounds on one server."""
 
     def __init__(self, server: ServerProcess, policy: str, flood: int, alone: int) -> None:
         self._target = Target(server.url, server.model["id"], KEYS, {"temperature": 0, "ignore_eos": True})
@@ -89,7 +89,8 @@ class Player:
         fail_on(await self._play(*(request("quiet", f"warm-up-{n}") for n in range(3))))
 
     async def full_steps(self) -> list[float]:
-        """Gaps of a stream while a long prompt is computed beside it."""
+        """Return the gaps between tokens of a stream while a long prompt is computed beside it: the seconds of steps
+        with a full token budget."""
         stream = Conversation("stream", "quiet", 0.0, (Turn(50, STREAM_TOKENS, 0.0),))
         long = Conversation("long", "quiet", 0.0, (Turn(LONG_PROMPT, 1, 0.0, due_s=0.5),))
         results = {result.session_id: result for result in await self._play(stream, long)}
@@ -124,7 +125,7 @@ class Player:
 
 
 def describe(rounds: Sequence[Round]) -> dict[str, Any]:
-    """Figures of one policy."""
+    """Return the figures of one policy over its rounds."""
     alone, beside, flood, steps = (
         [value * 1e3 for r in rounds for value in getattr(r, name)]
         for name in ("alone_s", "beside_s", "flood_s", "step_gaps_s")
@@ -146,7 +147,7 @@ def describe(rounds: Sequence[Round]) -> dict[str, Any]:
 
 
 def verdicts(policies: dict[str, Any]) -> dict[str, bool]:
-    """Return each line that is held to, and whether it holds."""
+    """Return claim -> whether it holds."""
     if DEFAULT not in policies:
         return {}
     mine = policies[DEFAULT]
@@ -165,7 +166,8 @@ def show(console: Console, result: dict[str, Any]) -> None:
 
 
 def measure(run: Run) -> dict[str, Any]:
-    """Raises ServerFailed, and RuntimeError where the quiet tenant fails alone."""
+    """Play all rounds and return the result. Raises ServerFailed, and RuntimeError if the quiet tenant fails without
+    the flood."""
     arguments, model = run.arguments, str(run.random_model())
     workload = {"flood": arguments.flood, "prompt_tokens": PROMPT_TOKENS, "answer_tokens": ANSWER_TOKENS,
                 "places": PLACES, "rounds": arguments.rounds}  # fmt: skip

@@ -26,19 +26,20 @@ def equal(rng: random.Random) -> tuple[float, float]:
 
 
 def lognormal(rng: random.Random) -> tuple[float, float]:
-    """Lengths as different from one another as those of recorded chats: sigma 1."""
+    """Return factors on the lengths of a message and its answer, which vary like those of recorded chats: log-normal,
+    sigma 1."""
     return rng.lognormvariate(-0.5, 1.0), rng.lognormvariate(-0.5, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """Lengths of recorded requests, drawn in pairs."""
+    """The lengths of recorded requests, relative to their means. Prompt and answer of a request are drawn together."""
 
     pairs: tuple[tuple[float, float], ...]
 
     @classmethod
     def read(cls, trace: Path) -> "Recorded":
-        """trace: one of Azure's, with a line for each request."""
+        """Read the lengths from one of Azure's traces, which has a line for each request."""
         with gzip.open(trace, "rt", encoding="utf-8") as file:
             rows = [(int(row["ContextTokens"]), int(row["GeneratedTokens"])) for row in csv.DictReader(file)]
         prompt, answer = (sum(column) / len(rows) for column in zip(*rows, strict=True))
@@ -49,8 +50,9 @@ class Recorded:
 
 
 def varied(conversations: Sequence[Conversation], lengths: Lengths, seed: str, most_tokens: int) -> list[Conversation]:
-    """Return the same turns at the same times with lengths that are drawn. No conversation grows beyond `most_tokens`,
-    so that a message is cut where the rest of its conversation would have no room."""
+    """Return the conversations with random lengths of messages and answers; times stay the same. No conversation
+    exceeds `most_tokens`: a message is cut if the rest of its conversation would have no room. lengths: draws factors
+    on the lengths."""
     rng, found = random.Random(f"lengths {seed}"), []
     for conversation in conversations:
         turns: list[Turn] = []
@@ -68,7 +70,7 @@ def varied(conversations: Sequence[Conversation], lengths: Lengths, seed: str, m
 
 @dataclass(frozen=True, slots=True)
 class Poisson:
-    """Conversations that begin by a Poisson process."""
+    """A workload of conversations that begin by a Poisson process."""
 
     conversations: int = 32
     rate: float = 0.5  # conversations that begin in a second
@@ -92,7 +94,7 @@ class Poisson:
 
     @property
     def mean_tokens(self) -> int:
-        """A conversation's tokens at its end, with some for the template."""
+        """Tokens of a conversation of mean lengths at its end, with some for the template."""
         return self.first_tokens + self.turns * (self.more_tokens + self.answer_tokens + 32)
 
     @property
@@ -101,13 +103,14 @@ class Poisson:
 
     @property
     def tokens(self) -> int:
-        """All conversations' tokens at their ends."""
+        """Tokens of all conversations at their ends."""
         return self.conversations * self.mean_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Classes:
-    """New conversations among returning ones whose KV is in HBM, in DRAM and on disk: all of CaR's classes at once."""
+    """A workload of new conversations, and of returning ones whose KV is in HBM, in DRAM or on disk: all of CaR's
+    classes together."""
 
     conversations: int = 24  # conversations begun before
     first_tokens: int = 1000
@@ -127,12 +130,13 @@ class Classes:
 
     @property
     def places(self) -> int:
-        """Places in the batch. One conversation's room in HBM is left for KV that comes while all places are taken."""
+        """Number of places in the batch. HBM has room for one conversation more, so that KV can be loaded while all
+        places are taken."""
         return max(1, self.in_hbm - 1)
 
     @property
     def start_s(self) -> float:
-        """Return when the turns that count may begin."""
+        """The time from which turns count."""
         return self.conversations * _BEGIN_S + _SETTLE_S
 
     @property
@@ -150,22 +154,22 @@ class Classes:
 
     @property
     def mean_history(self) -> int:
-        """Tokens of history before a returning turn."""
+        """Tokens of history that a returning turn has, in the mean."""
         return self._begun_tokens + (self.turns_each - 1) * self._growth_tokens // 2
 
     @property
     def mean_tokens(self) -> int:
-        """Tokens of a conversation after a turn, in whole blocks."""
+        """Tokens of a conversation after a returning turn, in the mean, in whole blocks."""
         return -(-(self.mean_history + self._growth_tokens) // BLOCK) * BLOCK
 
     @property
     def final_tokens(self) -> int:
-        """The most tokens of a conversation, in whole blocks."""
+        """The most tokens that a conversation may have in the end, in whole blocks."""
         return -(-(self._begun_tokens + 2 * self.turns_each * self._growth_tokens) // BLOCK) * BLOCK
 
     def arrivals(self, rate: float, seed: str) -> list[Conversation]:
-        """Return the turns that count, at the times of a Poisson process from 0 on. A conversation that spoke lately is
-        likelier to return than others: chosen by chance alone, few would still have KV in HBM."""
+        """Return the turns that count, which come by a Poisson process from 0 on. A conversation that had a turn lately
+        is likelier to return than others; if all were equally likely, few would still have KV in HBM."""
         rng = random.Random(seed)
         turns: list[list[Turn]] = [[] for _ in range(self.conversations)]
         recent = list(range(self.conversations))
@@ -187,7 +191,8 @@ class Classes:
         return varied(found, self.lengths, seed, self._room)
 
     def burst(self, seed: int) -> list[Conversation]:
-        """Return a turn of every old conversation and as many new ones as belong to them, all at once."""
+        """Return one turn of every old conversation, and new conversations in the proportion of `new_share`, all due at
+        once."""
         old = self.conversations
         order = list(range(old + round(old * self.new_share / (1 - self.new_share))))
         random.Random(seed).shuffle(order)
@@ -199,7 +204,8 @@ class Classes:
         return varied(found, self.lengths, f"{seed}", self._room)
 
     def begun(self, later: list[Conversation]) -> list[Conversation]:
-        """Return the old conversations, which begin one after the other, and go on with `later` from `start_s` on."""
+        """Return the whole workload: the old conversations, which begin one after the other, and the turns of `later`,
+        which come from `start_s` on."""
         turns = {f"c-{n}": [Turn(self.first_tokens, 1, 0.0, due_s=n * _BEGIN_S)] for n in range(self.conversations)}
         for conversation in later:
             said = turns.setdefault(conversation.session_id, [])

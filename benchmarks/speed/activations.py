@@ -38,7 +38,7 @@ ARMS = ("hbm", "recompute", "dram raw", "dram activation", "disk raw", "disk act
 
 
 class Arm:
-    """An engine and two conversations, which it has computed once."""
+    """An engine with two conversations whose histories it has computed once."""
 
     def __init__(self, name: str, model: str, tokens: int, directory: Path) -> None:
         self._rng, self._model = random.Random(0), model
@@ -66,7 +66,7 @@ class Arm:
             self._turn_ms.append(turn.prefill_ms)
 
     def result(self) -> dict[str, float]:
-        """Close the engine, and tell what was measured."""
+        """Close the engine. Returns what was measured."""
         moved, share = self._engine.stats().moved_bytes, self._engine.engine.model.coded_bytes
         loads = len(self._turn_ms)
         self._engine.close()
@@ -78,7 +78,7 @@ class Arm:
 
 
 def verdicts(arms: Mapping[str, Mapping[str, float]]) -> dict[str, bool]:
-    """Judge what is held."""
+    """Return claim -> whether it holds."""
     loading = [found for name, found in arms.items() if name.startswith(("dram", "disk"))]
     raw, ours = arms["dram raw"]["loaded_mb"], arms["dram activation"]["loaded_mb"]
     return {
@@ -89,7 +89,8 @@ def verdicts(arms: Mapping[str, Mapping[str, float]]) -> dict[str, bool]:
 
 
 def share(arms: Mapping[str, Mapping[str, float]]) -> float:
-    """Return the time that a load of activations adds to a turn, in that of computing the history."""
+    """Return the time by which loading activations makes a turn longer, as a share of the time by which recomputing the
+    history does."""
     ready_ms = arms["hbm"]["turn_ms"]
     return (arms["dram activation"]["turn_ms"] - ready_ms) / (arms["recompute"]["turn_ms"] - ready_ms)
 

@@ -51,8 +51,8 @@ MOST_TTFT, MOST_LOAD, MOST_OF_RECOMPUTE = 1.35, 0.55, 1.1
 
 
 def measure_core(model: Path, blocks: int) -> dict[str, float]:
-    """Encode and decode the KV of a text with one thread of torch. Rates are the best of some repeats, by this thread's
-    processor time, because the machine may be busy."""
+    """Measure MB a second of encoding and decoding the KV of a text with one thread of torch. Rates are the best of
+    some repeats, by this thread's processor time, because the machine may be busy."""
     all_threads = torch.get_num_threads()
     subject = load_subject(model, threads=1)
     learned, scored = calibration_text(model / "tokenizer.json")
@@ -82,8 +82,8 @@ def _seconds(work: Callable[[int], object], layers: int) -> float:
 
 
 def one_return(model: str, arm: str, disk: str, round_: int, tokens: int, directory: Path) -> dict[str, Any]:
-    """Have a conversation, stop the engine, start another one on its directory and go on. Every arm keeps a directory
-    of its own over the rounds, and so its calibration."""
+    """Play a first turn, stop the engine, start another one on the same directory and play the next turn. Returns
+    figures of the latter. Every arm has a directory of its own for all rounds, so that it calibrates only once."""
     rng, session = random.Random(f"{arm}/{disk}/{round_}"), f"{arm}-{disk}-{round_}"
     options = config(
         model,
@@ -110,7 +110,7 @@ def one_return(model: str, arm: str, disk: str, round_: int, tokens: int, direct
 
 
 def summarize(returns: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return medians by arm and disk."""
+    """Return medians over the rounds, a row for each arm and disk."""
     rows = []
     for arm, disk in dict.fromkeys((one["arm"], one["disk"]) for one in returns):
         same = [one for one in returns if (one["arm"], one["disk"]) == (arm, disk)]
@@ -127,7 +127,7 @@ def summarize(returns: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def verdicts(core: dict[str, float], rows: list[dict[str, Any]]) -> dict[str, bool]:
-    """Judge what was measured."""
+    """Return claim -> whether it holds. core: of `measure_core`. rows: of `summarize`."""
     held = {}
     for name, least in LEAST_MB_PER_S.items():
         held[f"{name} at least {least:g} MB/s"] = core[f"{name}_mb_per_s"] >= least

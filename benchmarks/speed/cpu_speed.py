@@ -46,7 +46,7 @@ WORKER = "--worker"
 
 
 def open_arm(arm: str, model: str) -> tuple[Measure, str]:
-    """Return an arm, in its worker, and what it says of itself."""
+    """Open an arm in its worker process. Returns (function that measures prompts, the arm's sizes as JSON)."""
     if arm not in ENGINE_ARMS:
         weights = sum(file.stat().st_size for file in Path(model).glob("*.safetensors"))
         return transformers_arm(model), json.dumps({"weights": weights, "kv": 0})
@@ -58,7 +58,7 @@ def open_arm(arm: str, model: str) -> tuple[Measure, str]:
 
 
 def start(arm: str, model: str) -> Worker:
-    """Raises RuntimeError if it does not start."""
+    """Start the worker process of an arm. Raises RuntimeError if it does not start."""
     environment = dict(os.environ)
     if arm in ENGINE_ARMS:
         environment = engine_environment(engine_config(model, **ENGINE_ARMS[arm]), os.environ)

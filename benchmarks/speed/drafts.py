@@ -52,7 +52,7 @@ _RAISED = 1e4  # what is added to the logit of the answer's next token
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A prompt, the answer to be given, and what the request says of it beforehand."""
+    """A prompt, the answer that the engine is made to give, and the request's prediction of that answer."""
 
     prompt: list[int]
     answer: list[int]
@@ -60,7 +60,7 @@ class Task:
 
 
 class Texts:
-    """Pages of books and a file of code, as tokens."""
+    """The texts of which tasks are made: pages of books, and a file of code."""
 
     def __init__(self, data: Path, model: Path, tokens: int) -> None:
         from transformers import AutoTokenizer
@@ -100,7 +100,7 @@ class Texts:
 
 
 class Arm:
-    """An engine that says what it is told to. One thing at a time."""
+    """An engine whose logits are changed so that it gives a wanted answer. One measurement at a time."""
 
     def __init__(self, model: str, drafts: int, threads: int | None) -> None:
         flags: dict[str, Any] = {"scheduler.draft_tokens": drafts, "scheduler.max_seqs": max(STREAMS)}
@@ -129,7 +129,8 @@ class Arm:
         compute.run, compute.runner.forward = noting, telling  # type: ignore[assignment,method-assign]
 
     def tokens_per_s(self, tasks: Mapping[str, Task]) -> float:
-        """Answer some conversations at once, by session. Counts from the last one's first token on."""
+        """Answer tasks at the same time, each in a session of its own. Returns tokens per second from the time when
+        every conversation has its first token."""
         self._said = {session: task.prompt + task.answer for session, task in tasks.items()}
         turns = {
             session: self._engine.submit(session, task.prompt, len(task.answer), task.prediction)

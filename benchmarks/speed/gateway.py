@@ -54,7 +54,7 @@ BEAT_S, SILENCE_S = 1.0, 60.0
 
 @contextmanager
 def stub_server(tokens: int, gap_ms: float) -> Iterator[int]:
-    """Start one. Yields its port; raises RuntimeError where it does not start."""
+    """Start a stub server for the `with` block. Yields its port. Raises RuntimeError if it does not start."""
     words = ("--tokens", str(tokens), "--gap-ms", str(gap_ms), "--delay-ms", "0")
     command = [sys.executable, "-m", "benchmarks.harness.stub_server", *words]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -72,7 +72,8 @@ def stub_server(tokens: int, gap_ms: float) -> Iterator[int]:
 
 @asynccontextmanager
 async def beating(redis_url: str, secret: bytes, ports: list[int]) -> AsyncIterator[None]:
-    """Let servers beat as replicas do, one a model of its own, so that a request's model names its server."""
+    """Send the fleet's beats for these servers, as replicas do, during the `with` block. Each has a model of its own,
+    so that a request chooses its server by the model's name."""
     load = Beat(wait_s=0.0, s_per_token=1e-5, s_per_kilo_pair=0.0, kv_bytes_per_token=1000.0)
 
     async def beat_forever(port: int) -> None:
@@ -102,7 +103,7 @@ async def beating(redis_url: str, secret: bytes, ports: list[int]) -> AsyncItera
 
 @dataclass(slots=True)
 class Arm:
-    """A way to ask, and what it gave."""
+    """A way to reach the stub servers, directly or through the gateway, and what was measured on it."""
 
     first: int  # port of the streams whose first chunk is waited for
     paced: int
@@ -115,7 +116,8 @@ class Arm:
         return 0.0 if self.gateway is None else float(sum(self.gateway.cpu_times()[:2]))
 
     async def play(self, models: tuple[str, str], requests: int, streams: int, chunks: int) -> None:
-        """Play one round."""
+        """Play one round: streams one by one for the time of the first chunk, then paced streams together for gaps and
+        CPU time."""
         http = Http(f"http://127.0.0.1:{self.first}", silence_s=SILENCE_S)
         asked = [await stream(http, models[0], f"s{n % 7}") for n in range(WARM_REQUESTS + requests)]
         self.first_s += [came_s[0] - sent_s for sent_s, came_s in asked[WARM_REQUESTS:]]
@@ -128,7 +130,7 @@ class Arm:
 
 
 async def stream(http: Http, model: str, session: str) -> tuple[float, list[float]]:
-    """Return when a request was sent and when each piece of its stream came. Raises RuntimeError."""
+    """Send a request and read its stream. Returns (time of sending, time of each piece). Raises RuntimeError."""
     said = [{"role": "user", "content": "word " * BODY_WORDS}]
     body = json.dumps({"model": model, "messages": said, "stream": True}).encode()
     came_s: list[float] = []

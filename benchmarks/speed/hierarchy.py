@@ -84,7 +84,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One turn on one server."""
+    """The measurements of one turn on one server."""
 
     arm: str
     pass_: int
@@ -99,7 +99,7 @@ class Sample:
 
 @dataclass(slots=True)
 class Conversation:
-    """A conversation with one server: what it was told, and said."""
+    """A conversation with one server."""
 
     session_id: str
     messages: list[Message] = field(default_factory=list)
@@ -107,7 +107,8 @@ class Conversation:
 
 
 def settings_of(arm: str, model: str, shape: Shape, directory: Path, codec: str) -> dict[str, Any]:
-    """IN_HBM conversations fit HBM, IN_DRAM more fit DRAM; a page more in HBM, for rows that have to be copied."""
+    """Return the settings of an arm's server. HBM holds IN_HBM conversations, and DRAM IN_DRAM more. HBM has one more
+    page, for a block that has to be copied."""
     size = shape.final_tokens
     few = {"cache.hbm_tokens": IN_HBM * size + BLOCK}
     hierarchy = {**few, "cache.dram_gib": IN_DRAM * size * kv_bytes_per_token(model) / (1 << 30)}
@@ -127,14 +128,14 @@ def settings_of(arm: str, model: str, shape: Shape, directory: Path, codec: str)
 
 
 class Writer:
-    """Messages of random words with a wanted number of tokens."""
+    """A writer of messages that consist of random words."""
 
     def __init__(self, tokenizer: Tokenizer, seed: int) -> None:
         self._tokenizer = tokenizer
         self._rng = random.Random(seed)
 
     def message(self, num_tokens: int) -> str:
-        """Return a message of at least one word, within a word of `num_tokens`."""
+        """Return a message of about `num_tokens` tokens, at least one word."""
         words: list[str] = []
         while True:
             words += self._rng.choices(WORDS, k=max(1, num_tokens // 8))
@@ -145,7 +146,7 @@ class Writer:
 
 
 class Rotation:
-    """Plays legs; keeps every sample."""
+    """A player of conversations that take turns on servers. It keeps all samples."""
 
     def __init__(self, tokenizer: Tokenizer, shape: Shape, seed: int) -> None:
         self._tokenizer, self._shape, self._seed = tokenizer, shape, seed
@@ -154,7 +155,8 @@ class Rotation:
         self.samples: list[Sample] = []
 
     async def warm_up(self, server: ServerProcess, arm: str) -> None:
-        """The first request pays for what a process sets up; and it says how long the template is."""
+        """Send a first request, so that later ones do not pay for what the process sets up. It also shows how many
+        tokens the template adds."""
         http = Http(server.url, silence_s=SILENCE_S)
         answer = await ask_stamped(
             http, server.model["id"], [{"role": "user", "content": "Hello"}], max_tokens=8, temperature=0,
@@ -164,7 +166,8 @@ class Rotation:
         self._template_tokens[arm] = answer.prompt_tokens - len(self._tokenizer.encode("Hello").ids)
 
     async def leg(self, server: ServerProcess, arm: str, pass_: int, turn: int, tell: Callable[[], None]) -> None:
-        """One turn of every conversation on one server. Raises what the client raises."""
+        """Play one turn of every conversation on one server. tell: called after each turn. Raises what the client
+        raises."""
         http = Http(server.url, silence_s=SILENCE_S)
         try:
             for number in range(self._shape.conversations):
@@ -193,7 +196,7 @@ class Rotation:
         self.samples.append(sample_of(answer, arm, pass_, number, turn, history))
 
     def forget(self, server: ServerProcess, pass_: int) -> None:
-        """Delete the conversations of a pass on a server."""
+        """Delete from a server the conversations of a pass."""
         with httpx.Client(base_url=server.url, timeout=60) as http:
             for number in range(self._shape.conversations):
                 http.delete(f"/v1/sessions/conversation-{pass_}-{number}")
@@ -213,7 +216,7 @@ def spread(values: list[float]) -> dict[str, float]:
 
 
 def describe(samples: list[Sample]) -> dict[str, Any]:
-    """Figures of the same turn, or turns, on one server."""
+    """Return figures of samples that belong together, such as those of one turn on one server."""
     history = sum(s.history_tokens for s in samples)
     found = sum(min(s.history_tokens, s.prompt_tokens - s.tokens["computed"]) for s in samples)
     return {
@@ -227,7 +230,8 @@ def describe(samples: list[Sample]) -> dict[str, Any]:
 
 
 def paired_ratio(samples: list[Sample], over: str, under: str, turn: int) -> dict[str, float] | None:
-    """TTFT of `over` in units of `under`, pair by pair, and of the medians."""
+    """Return the TTFT of the arm `over` in units of that of `under` at one turn: for pairs of the same conversation,
+    and of the medians. None if there are no pairs."""
     mine = {(s.pass_, s.conversation): s.ttft_ms for s in samples if (s.arm, s.turn) == (over, turn)}
     theirs = {(s.pass_, s.conversation): s.ttft_ms for s in samples if (s.arm, s.turn) == (under, turn)}
     pairs = [mine[key] / theirs[key] for key in mine if key in theirs]
@@ -241,7 +245,7 @@ def paired_ratio(samples: list[Sample], over: str, under: str, turn: int) -> dic
 
 
 def summarize(samples: list[Sample], turns: int) -> dict[str, Any]:
-    """Everything that is reported, as plain values."""
+    """Return everything that is reported of the samples, as plain values."""
     arms: dict[str, Any] = {}
     for arm in ARMS:
         mine = [s for s in samples if s.arm == arm]
@@ -272,7 +276,7 @@ def summarize(samples: list[Sample], turns: int) -> dict[str, Any]:
 
 
 def verdicts(summary: dict[str, Any], turns: int) -> dict[str, bool]:
-    """Return each line that is held to, and whether it holds."""
+    """Return claim -> whether it holds. turns: number of the last turn that is measured."""
     held = {}
     for under, most in TARGETS.items():
         ratio = summary["ratios"][str(turns)].get(f"attentionstore/{under}")
@@ -299,7 +303,7 @@ def show(console: Console, summary: dict[str, Any]) -> None:
 
 
 def legs(passes: int, turns: int, arms: Sequence[str]) -> Iterator[tuple[int, int, tuple[str, ...]]]:
-    """(pass, turn, the servers in their order): whoever was first is last next time."""
+    """Yield (pass, turn, the arms in order). The first arm of a leg is the last one of the next leg."""
     for pass_ in range(passes):
         for turn in range(1, turns + 1):
             yield pass_, turn, turned(arms, pass_ * turns + turn)
@@ -320,7 +324,8 @@ def result_of(samples: list[Sample], shape: Shape, arguments: Namespace) -> dict
 
 
 def measure(run: Run) -> dict[str, Any]:
-    """Raises ServerFailed, and what the client raises."""
+    """Play all passes and the turn after a restart, and return the result. Raises ServerFailed, and what the client
+    raises."""
     options = run.arguments
     shape = Shape(options.conversations, options.first_tokens, 140, options.answer_tokens, TURNS)
     model, passes = str(run.random_model()), options.passes
@@ -362,7 +367,7 @@ def options(parser: ArgumentParser) -> None:
 
 
 def last_turn(over: str, under: str) -> Callable[[Result], float | None]:
-    """The ratio that is held, at whichever turn is the last."""
+    """Return a function that reads from a result the ratio of medians of `over` to `under`, at the last turn."""
 
     def read(result: Result) -> float | None:
         ratios: dict[str, dict[str, float]] = list(result["ratios"].values())[-1]
