@@ -240,7 +240,7 @@ def take_turns(run: Run, players: Mapping[str, Player]) -> dict[str, dict[str, A
 
 
 def random_tokens(rng: random.Random, model: str, count: int) -> list[int]:
-    """Return `count` random token ids of the model, none of them special."""
+    """Return `count` random token ids of the model, from 4 on, because the lowest ids are special tokens."""
     vocabulary = vocabulary_of(model)
     return [rng.randrange(4, vocabulary) for _ in range(count)]
 

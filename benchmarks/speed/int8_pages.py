@@ -46,7 +46,8 @@ WORDS = range(1000, 10_000)  # tokens of which contexts are made
 
 
 def engine_of(model: str, hbm_dtype: str, threads: int | None) -> InProcess:
-    """Start an engine whose contexts stay in HBM."""
+    """Start an engine with this setting of cache.hbm_dtype, in which the contexts of all cases stay in HBM. threads: of
+    torch."""
     flags: dict[str, Any] = {
         "cache.mode": "prefix", "cache.hbm_dtype": hbm_dtype, "scheduler.draft_tokens": 0,
         "scheduler.max_seqs": max(streams for _, streams in CASES), "cache.codec_budget": 1,
@@ -56,7 +57,7 @@ def engine_of(model: str, hbm_dtype: str, threads: int | None) -> InProcess:
 
 
 def decode_ms(engine: InProcess, contexts: Mapping[str, list[int]]) -> float:
-    """Return the median step in which all contexts, by session, get one more token."""
+    """Return the median milliseconds of a step in which every context gets one more token. contexts: by session."""
     turns = [engine.submit(session, context, DECODED) for session, context in contexts.items()]
     while any(turn.first_s is None for turn in turns):
         engine.step()
@@ -70,7 +71,7 @@ def decode_ms(engine: InProcess, contexts: Mapping[str, list[int]]) -> float:
 
 
 def prompt_ms(engine: InProcess, prompt: list[int], session: str = "prompt") -> float:
-    """Return the time to the first token."""
+    """Return the milliseconds from submitting a prompt to its first token."""
     turn = engine.submit(session, prompt, 1)
     engine.run()
     return turn.ttft_ms
@@ -119,12 +120,13 @@ def measure(run: Run) -> dict[str, Any]:
 
 
 def row_of(found: Mapping[str, list[float]]) -> dict[str, Any]:
-    """Return medians by arm, and of the rounds' ratios."""
+    """Return the medians of the times by arm, and of the ratios int8 to auto, round by round. found: arm -> a time each
+    round."""
     return {"ms": {arm: median(times) for arm, times in found.items()}, **paired_ratio(found["int8"], found["auto"])}
 
 
 def verdicts(share_of_bytes: float, answers: Mapping[str, Any]) -> dict[str, bool]:
-    """Judge what is held."""
+    """Return claim -> whether it holds. share_of_bytes: bytes of a token in HBM as int8, divided by those in bf16."""
     return {
         f"a token in HBM takes at most {MOST_BYTES} of its bytes": share_of_bytes <= MOST_BYTES,
         "answers change by no more than cache.codec_budget": answers["kl"] <= CacheSettings().codec_budget,

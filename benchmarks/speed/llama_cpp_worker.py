@@ -14,7 +14,7 @@ BATCH = 512
 
 
 class Decoder:
-    """Computes one row of tokens at a time."""
+    """A llama.cpp model that computes one row of tokens at a time."""
 
     def __init__(self, file: str, context: int) -> None:
         llama_cpp.llama_backend_init()
@@ -31,7 +31,8 @@ class Decoder:
         self.vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
 
     def logits(self, row: list[int], out: np.ndarray) -> None:
-        """Fill out [tokens, vocab]. Raises RuntimeError."""
+        """Compute a row of tokens from an empty context. out [tokens, vocab] gets the logits after each token. Raises
+        RuntimeError."""
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._context), True)
         batch = self._batch
         for first in range(0, len(row), BATCH):

@@ -68,7 +68,7 @@ class Arm:
         return Target(self.server.url, self.server.model["id"], {}, {"temperature": 0, "ignore_eos": True})
 
     def play(self, options: load_run.Options, round_: int) -> None:
-        """One round, timed after what was played before."""
+        """Play one round, and append its results with times after those of the rounds before."""
         workload = load_run.workload(options)
         conversations = workload.conversations
         results, _ = load_run.execute(
@@ -98,12 +98,12 @@ def options_of(arguments: Namespace, round_: int) -> load_run.Options:
 
 
 def later_ttft(results: list[TurnResult]) -> dict[str, Any]:
-    """Return the distribution of TTFT from the second turn on, in ms."""
+    """Return the distribution of the TTFT of turns after a conversation's first, in ms."""
     return distribution(r.ttft_s * 1e3 for r in results if r.error is None and r.turn and r.ttft_s is not None)
 
 
 def later_ttft_by_round(results: list[TurnResult]) -> list[float]:
-    """Return the median of each round, in ms."""
+    """Return for each round the median TTFT of turns after a conversation's first, in ms."""
     rounds: dict[str, list[TurnResult]] = {}
     for result in results:
         rounds.setdefault(result.session_id.partition(" ")[0], []).append(result)
@@ -111,7 +111,8 @@ def later_ttft_by_round(results: list[TurnResult]) -> list[float]:
 
 
 def memory_of(arm: str, most_tokens: int, bytes_per_token: int) -> dict[str, float]:
-    """Return settings that say where a server keeps KV: the same bytes for all."""
+    """Return the settings of a server's memory for KV, of the same size for all arms. An arm without the hierarchy has
+    all of it as HBM."""
     if ARMS[arm]["cache.mode"] != "attentionstore":
         return {"cache.hbm_tokens": int((IN_HBM + IN_DRAM + IN_STAGING) * most_tokens)}
     conversation = most_tokens * bytes_per_token
@@ -123,7 +124,7 @@ def memory_of(arm: str, most_tokens: int, bytes_per_token: int) -> dict[str, flo
 
 
 def verdicts(arms: dict[str, Any]) -> dict[str, bool]:
-    """Return each line that is held to, and whether it holds."""
+    """Return claim -> whether it holds."""
     held = {"every request is answered": all(not a["summary"]["requests"]["failed"] for a in arms.values())}
     mine = arms["attentionstore"]["later_ttft_ms"]["p50"] if "attentionstore" in arms else None
     for other in ("prefix", "recompute"):
@@ -134,7 +135,7 @@ def verdicts(arms: dict[str, Any]) -> dict[str, bool]:
 
 
 def play(run: Run) -> dict[str, dict[str, Any]]:
-    """Server -> its result as `reprise load` writes it."""
+    """Play all rounds on all servers. Returns arm -> its result in the form of `reprise load`."""
     started, arguments, model = datetime.now(UTC), run.arguments, str(run.random_model())
     settings: dict[str, Any] = {
         "model.source": model, "model.dtype": "bfloat16", "model.max_context": MOST_TOKENS + 64,
@@ -189,7 +190,8 @@ def measure(run: Run) -> dict[str, Any]:
 
 
 def show(console: Console, result: dict[str, Any]) -> None:
-    """Beside the comparison that `measure` prints, for which the whole documents are needed."""
+    """Print the TTFT of later turns. The comparison of the runs is printed by `measure`, which has the whole
+    documents."""
     rows = {name: arm["later_ttft_ms"] for name, arm in result["arms"].items()}
     show_rows(console, "TTFT from the second turn on, ms", rows)
 

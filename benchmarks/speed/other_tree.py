@@ -59,7 +59,7 @@ FIGURES = ("ttft_ms of a first turn", "ttft_ms of a returning turn", "tpot_ms")
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One answer."""
+    """The times of one answer."""
 
     arm: str
     start: int  # number of the servers' start
@@ -70,7 +70,7 @@ class Turn:
 
 
 def settle(server: ServerProcess) -> None:
-    """Wait until the engine has had nothing under way for a while. Raises TimeoutError."""
+    """Wait until the engine has run nothing and moved no KV for QUIET_S. Raises TimeoutError."""
     end = time.monotonic() + SETTLE_S
     quiet_since = None
     while True:
@@ -119,7 +119,8 @@ def agent_tools() -> list[dict[str, Any]]:
 
 
 def agent_history(start: int, calls: int) -> list[dict[str, Any]]:
-    """Return a task and so many calls with their results; those of fewer calls are a prefix of it."""
+    """Return the messages of an agent: a task, and `calls` calls with their results. More calls extend the same
+    messages."""
     rng = random.Random(f"other_tree/agent/{start}")
     messages: list[dict[str, Any]] = [{"role": "user", "content": " ".join(rng.choices(WORDS, k=FIRST_WORDS))}]
     for number in range(calls):
@@ -132,7 +133,8 @@ def agent_history(start: int, calls: int) -> list[dict[str, Any]]:
 
 
 async def work_on(server: ServerProcess, arm: str, start: int, round_: int) -> list[Turn]:
-    """Send the agent's next request. What the model answers is left out of its history, since it is gibberish."""
+    """Send the agent's next request. The model's answer does not become part of the history, because it is
+    gibberish."""
     http = Http(server.url, silence_s=SILENCE_S)
     answer = await ask_stamped(
         http, server.model["id"], agent_history(start, CALLS + round_), tools=agent_tools(),
@@ -143,7 +145,8 @@ async def work_on(server: ServerProcess, arm: str, start: int, round_: int) -> l
 
 
 def ratios(turns: list[Turn]) -> dict[str, list[float]]:
-    """Return this over other of every figure, for each pair of answers. The first round of a start warms up."""
+    """Return for each figure the ratios of this checkout to the other one, pair by pair of answers. The first round of
+    a start only warms up."""
     pairs: dict[tuple[int, int, int], dict[str, Turn]] = {}
     for one in turns:
         if one.round:

@@ -47,19 +47,20 @@ MOST_FP4, MOST_EXPERTS = 1.1, 1.3
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """A kind of products. call: makes the next product of so many rows, and returns the bytes that it had to read."""
+    """A form of weights to multiply by. call: multiplies `rows` rows by the next weight, and returns the bytes that
+    this has to read."""
 
     call: Callable[[int], int]
 
     def time(self, rows: int) -> tuple[float, float]:
-        """Return the milliseconds and megabytes of one call, on average."""
+        """Return the mean milliseconds and megabytes of a call with `rows` rows."""
         began_s = time.perf_counter()
         size = sum(self.call(rows) for _ in range(CALLS))
         return (time.perf_counter() - began_s) * 1e3 / CALLS, size / 1e6 / CALLS
 
 
 def random_weight(form: str, outputs: int, inputs: int, experts: int = 0) -> Any:
-    """Return a packed weight of random codes."""
+    """Return a packed weight with random codes. form: a key of FORMS. experts: 0 for a single matrix."""
     import torch
 
     from reprise.kernels.packed import BLOCK, GROUP, PackedWeight

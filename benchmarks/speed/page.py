@@ -97,8 +97,8 @@ KEY = """async (keys) => {
 
 
 def send(page: Any, text: str) -> None:
-    """Send a message as the page's tests do, but find the field by its id: to find it by its label Playwright looks
-    through the whole page, which takes longer than what is timed."""
+    """Send a message as the page's tests do, and wait for the answer. The field is found by its id: to find it by its
+    label Playwright searches the whole page, which takes longer than what is timed."""
     before = page.locator(ANSWERS).count()
     page.locator("#message").fill(text)
     page.locator("#message").press("Enter")
@@ -106,7 +106,8 @@ def send(page: Any, text: str) -> None:
 
 
 def longest_task_ms(page: Any) -> float:
-    """Return the longest since it was asked last; those below 50 ms are not told, and count as 0."""
+    """Return the milliseconds of the browser's longest task since the last call. The browser does not report tasks
+    below 50 ms; they count as 0."""
     return float(page.evaluate("Math.max(0, ...(window.tasks ?? []).splice(0))"))
 
 

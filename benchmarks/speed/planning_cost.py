@@ -50,7 +50,8 @@ BLOCK = 32
 
 
 class Observed(Simulation):
-    """Adds up what each step spends where, while as many run and wait as asked for."""
+    """A simulation that records the processor time of each step by function. Steps count while about as many requests
+    run and wait as asked for."""
 
     def __init__(self, *, places: int, waiting: int, **arguments: Any) -> None:
         super().__init__(**arguments)
@@ -70,7 +71,8 @@ class Observed(Simulation):
         )
 
     def play(self, steps: int) -> list[dict[str, float]]:
-        """Play until so many more steps have counted, or no session is left. Returns what these steps have spent."""
+        """Play until `steps` more steps have counted, or no session is left. Returns for each of these steps: function
+        -> seconds."""
         before = len(self.spent_s)
         while (self._arrivals or self._live) and len(self.spent_s) < before + steps:
             counts = self.counts
@@ -98,7 +100,8 @@ class Observed(Simulation):
 
 
 def workload(sessions: int, history: int, returning: int, rng: random.Random) -> list[Conversation]:
-    """Every session has a turn, and much later some of them return at once."""
+    """Return conversations: every session has a first turn, and `returning` of them, drawn at random, have a second
+    turn much later, all at the same time."""
     back = set(rng.sample(range(sessions), returning))
     conversations = []
     for number in range(sessions):
@@ -111,7 +114,7 @@ def workload(sessions: int, history: int, returning: int, rng: random.Random) ->
 
 
 def machine_of(sessions: int, history: int, places: int) -> VirtualServer:
-    """HBM for the batch at its longest, DRAM for a fifth of the sessions, a disk for all of them."""
+    """Return a machine: HBM holds the batch at its longest, DRAM a fifth of the sessions, and the disk all of them."""
     blocks = sessions * -(-(history + 1) // BLOCK)
     return VirtualServer(
         hbm_blocks=max(places * 80, 256), dram_blocks=blocks // 5, disk_blocks=2 * blocks, policy=POLICY, window=32,
@@ -143,7 +146,7 @@ def play(sessions: int, history: int, places: int, waiting: int, steps: int) -> 
 
 
 def median_run(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """The run with the median mean, the slower of two; beside it the means of all, in the order they were made in."""
+    """Return the run with the median mean (of an even number, the upper one), with the means of all runs beside it."""
     in_order = sorted(runs, key=lambda run: run["ms_per_step"]["mean"])
     means = {
         f"{name}_by_run": [run[name]["mean"] for run in runs] for name in ("ms_per_step", "ms_per_step_with_the_rest")
@@ -152,8 +155,9 @@ def median_run(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def burst(sessions: int, history: int, waiting: int) -> dict[str, Any]:
-    """Steps in which all sessions become due together: they have come at 0 s and at 10 s, and are expected at 20 s.
-    What the policies of three tiers are told and asked in a step: the queue, and a few blocks to leave."""
+    """Measure steps in which all sessions are expected back at the same time: they had turns at 0 s and 10 s, so that
+    the next ones are expected at 20 s. Timed is what a step asks of the eviction policies of three tiers: to look at
+    the queue, and to name a few blocks to evict."""
     returns = ReturnTimes()
     policies = [LookaheadPolicy(returns) for _ in range(3)]
     for session in range(sessions):
@@ -183,7 +187,7 @@ def burst(sessions: int, history: int, waiting: int) -> dict[str, Any]:
 
 
 def verdicts(arm: dict[str, Any], due: dict[str, Any], steps: int) -> dict[str, bool]:
-    """Return each line that is held to, and whether it holds. Fewer steps than asked for show nothing."""
+    """Return claim -> whether it holds. Claims about steps do not hold if fewer than `steps` steps counted."""
     held = {}
     for name, what in (("ms_per_step", "a step"), ("ms_per_step_with_the_rest", "a step, with events and saving")):
         line = f"{arm['policy']}: at most {LIMIT_MS} ms {what}, in the median run"

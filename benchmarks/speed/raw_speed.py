@@ -49,7 +49,8 @@ Measure = Callable[[list[list[int]]], tuple[float, float]]
 
 
 def engine_config(model: str, **flags: str) -> EngineConfig:
-    """flags: of the model, such as `exact` and `weights`."""
+    """Return the configuration of an engine without a cache. flags: settings of the section `model`, such as
+    `exact`."""
     shared = {
         "model.source": model, "model.dtype": "bfloat16", "engine.device": "cpu", "cache.mode": "recompute",
         "scheduler.policy": "fcfs", "scheduler.max_seqs": str(max(STREAMS)), "scheduler.itl_target_ms": "0",
@@ -60,7 +61,7 @@ def engine_config(model: str, **flags: str) -> EngineConfig:
 
 
 def engine_measure(engine: Any) -> Measure:
-    """Prefill and decode steps of an engine that runs nothing else."""
+    """Return a function that measures prefill and decode steps on an engine that runs nothing else."""
     from benchmarks.harness.in_process import greedy
 
     def submit(prompts: list[list[int]], new_tokens: int) -> None:
@@ -121,7 +122,7 @@ def transformers_arm(model: str) -> Measure:
 
 
 def open_arm(arm: str, model: str) -> tuple[Measure, str]:
-    """Return an arm, in its worker, and what it says of itself."""
+    """Open an arm in its worker process. Returns (function that measures prompts, "ready")."""
     if not arm.startswith("reprise"):
         return transformers_arm(model), "ready"
     # Here and not above: the process of vanilla transformers does not load our engine.
@@ -131,7 +132,8 @@ def open_arm(arm: str, model: str) -> tuple[Measure, str]:
 
 
 def work(opened: Callable[[], tuple[Measure, str]]) -> None:
-    """A worker's life: it says something of itself, then a line of prompts comes in and a line of seconds goes out."""
+    """Run a worker: write the line that `opened` returns, then answer each line of prompts on stdin with a line of
+    seconds."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what libraries print must not end up among the answers
     measure, says = opened()
@@ -141,8 +143,8 @@ def work(opened: Callable[[], tuple[Measure, str]]) -> None:
 
 
 class Worker:
-    """One arm in a process of its own: a line of prompts in, a line of seconds out. Raises RuntimeError if it does not
-    start."""
+    """A worker process for one arm. It gets lines of prompts and answers each with a line of seconds. Raises
+    RuntimeError if it does not start."""
 
     def __init__(self, arm: str, words: Sequence[str], environment: Mapping[str, str]) -> None:
         self._process = subprocess.Popen(
@@ -174,8 +176,8 @@ Samples = dict[str, dict[Case, list[tuple[float, float]]]]
 
 
 def sample(run: Run, workers: Mapping[str, Worker], cases: Sequence[Case], model: Path) -> tuple[Samples, list[float]]:
-    """Let the workers take turns, and close them. Returns what they measured, and the rate at which memory was read in
-    each round. The first round warms up and does not count."""
+    """Measure all cases on the workers in turn, then close the workers. Returns (what they measured, GB/s of memory
+    reads in each round). The workers' times in the first round only warm up."""
     vocabulary = json.loads((model / "config.json").read_text(encoding="utf-8"))["vocab_size"]
     rng, arms, rates = random.Random(0), tuple(workers), list[float]()
     samples: Samples = {arm: {case: [] for case in cases} for arm in arms}
@@ -231,7 +233,7 @@ def _start_one(arm: str, model: str) -> Worker:
 
 
 def start(arms: Sequence[str], model: str) -> dict[str, Worker]:
-    """A worker for each arm that can be had here."""
+    """Start a worker for each arm. The arm EXACT is left out if it does not start here."""
     workers = {}
     for arm in arms:
         try:
@@ -243,7 +245,8 @@ def start(arms: Sequence[str], model: str) -> dict[str, Worker]:
 
 
 def read_rate() -> float:
-    """GB/s at which all cores read 800 MB, the best of a few tries: what no decode step can exceed."""
+    """Return the GB/s at which all cores together read 800 MB, the best of a few tries. No decode step can read
+    faster."""
     import torch
 
     data = torch.ones(100_000_000, dtype=torch.int64)

@@ -37,7 +37,7 @@ SETTINGS: dict[str, str | int | float] = {"model.dtype": "float32", "engine.thre
 
 @dataclass(frozen=True, slots=True)
 class Return:
-    """One conversation's first turn on the new server."""
+    """The first turn of one conversation on the new server."""
 
     how: str  # a key of LEAST
     round: int
@@ -59,14 +59,14 @@ def text(rng: random.Random, num_words: int) -> str:
 
 
 def lose_index(directory: Path) -> None:
-    """Delete the disk tier's index, its log and all. Raises FileNotFoundError where there is none."""
+    """Delete the disk tier's index with its log files. Raises ValueError if there is not exactly one index."""
     (index,) = directory.glob("kv/*/index.sqlite")
     for path in index.parent.glob("index.sqlite*"):
         path.unlink()
 
 
 class Talk:
-    """One conversation, greedy, with whichever server is there."""
+    """One conversation with greedy answers, which any server can continue."""
 
     def __init__(self, *, session_id: str, first_words: int, max_tokens: int, seed: str) -> None:
         self._rng = random.Random(seed)
@@ -83,7 +83,7 @@ class Talk:
         return answer
 
     async def again(self, server: ServerProcess) -> StreamedAnswer:
-        """The request as it stands."""
+        """Send the present messages to a server, without a new turn."""
         async with client_of(server.url) as client:
             return await ask(
                 client, server.model["id"], self._messages, max_tokens=self._max_tokens, temperature=0,
@@ -91,7 +91,8 @@ class Talk:
             )  # fmt: skip
 
     async def return_(self, server: ServerProcess, reference: ServerProcess, how: str, round_: int) -> Return:
-        """The next turn, on a server that was just started, and on one that never reuses anything."""
+        """Play the next turn on a new server, and compare its answer with that of `reference`, a server without a
+        cache."""
         before = self.history_tokens
         answer = await self.turn(server)
         said = self._messages.pop()
@@ -108,7 +109,8 @@ class Talk:
 async def one_round(
     *, how: str, round_: int, reference: ServerProcess, conversations: int
 ) -> list[Return]:  # fmt: skip
-    """Conversations of two turns, the fall, and the turn after it. Raises ServerFailed and what the client raises."""
+    """Play conversations of two turns, end the server in the way of `how`, and play the turn after that on a new one.
+    Raises ServerFailed and what the client raises."""
     with tempfile.TemporaryDirectory(prefix="reprise-restart-") as directory:
         own = {**SETTINGS, "cache.disk_dir": directory}
         talks = [
@@ -153,7 +155,7 @@ def summarize(returns: list[Return]) -> list[dict[str, Any]]:
 
 
 def verdicts(rows: list[dict[str, Any]]) -> dict[str, bool]:
-    """Return each line that is held to, and whether it holds."""
+    """Return claim -> whether it holds."""
     held = {f"{row['how']}: at least {LEAST[row['how']]:.0%} reused": row["reused_min"] >= LEAST[row["how"]]
             for row in rows}  # fmt: skip
     held["conversations of at least 640 tokens"] = all(row["history_tokens_min"] >= 640 for row in rows)

@@ -37,7 +37,7 @@ MOST_ERROR = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One turn, with reuse and without."""
+    """The times of one turn, with reuse and without, and the server's estimate of the difference."""
 
     source: str  # hbm, or disk: found after a restart
     history: int  # tokens
@@ -52,12 +52,12 @@ class Sample:
 
     @property
     def error(self) -> float:
-        """The distance of the estimate from what was truly saved, as a share of it."""
+        """The difference between the estimate and the time that was truly saved, as a share of the latter."""
         return abs(self.saved_ms - self.truly_ms) / max(1e-3, abs(self.truly_ms))
 
 
 class Talks:
-    """The conversations, on whichever server is there."""
+    """All conversations, which any server can continue."""
 
     def __init__(self, tokenizer: Tokenizer, histories: Sequence[int], rounds: int) -> None:
         self._writer, self._histories, self._rounds = Writer(tokenizer, seed=0), histories, rounds
@@ -65,7 +65,7 @@ class Talks:
         self._salts = 0
 
     async def begin(self, server: ServerProcess) -> None:
-        """Have the first turn of each conversation answered."""
+        """Play the first turn of each conversation."""
         http = Http(server.url, silence_s=120)
         for round_ in range(self._rounds):
             for history in self._histories:
@@ -73,7 +73,8 @@ class Talks:
         http.close()
 
     async def play(self, server: ServerProcess, source: str, run: Run) -> list[Sample]:
-        """Have one more turn of each conversation answered, twice."""
+        """Play one more turn of each conversation twice: with its history reused, and under a new salt, where it is
+        computed. source: the tier that holds the histories."""
         http, samples = Http(server.url, silence_s=120), []
         for round_ in range(self._rounds):
             for history in self._histories:
@@ -132,7 +133,8 @@ def show(console: Console, result: dict[str, Any]) -> None:
 
 
 def measure(run: Run) -> dict[str, Any]:
-    """Raises ServerFailed, RuntimeError, and what the client raises."""
+    """Play all conversations before and after a restart, and return the result. Raises ServerFailed, RuntimeError, and
+    what the client raises."""
     arguments, model = run.arguments, str(run.random_model())
     histories = sorted(arguments.histories)
     talks = Talks(Tokenizer.from_file(f"{model}/tokenizer.json"), histories, arguments.rounds)

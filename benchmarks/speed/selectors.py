@@ -80,7 +80,8 @@ def measure(run: Run) -> dict[str, Any]:
 
 
 def row_of(streams: int, context: int, seconds: Mapping[str, list[list[float]]]) -> dict[str, Any]:
-    """Return medians of a round's steps, and of the rounds' ratios."""
+    """Return tokens per second by arm (medians over the rounds), and the ratio of `pairs` to `none` by rounds. seconds:
+    arm -> rounds -> seconds of each step."""
     rates = {arm: [streams / median(steps) for steps in rounds] for arm, rounds in seconds.items()}
     medians = {arm: median(found) for arm, found in rates.items()}
     ratio = paired_ratio(rates["pairs"], rates["none"])
@@ -88,7 +89,7 @@ def row_of(streams: int, context: int, seconds: Mapping[str, list[list[float]]])
 
 
 def verdicts(rows: list[dict[str, Any]]) -> dict[str, bool]:
-    """Judge the cases that were measured."""
+    """Return claim -> whether it holds, for the cases that were measured."""
     return {
         f"{row['streams']} behind {row['context']:,}: at least {LEAST[case]} times": row["ratio"] >= LEAST[case]
         for row in rows

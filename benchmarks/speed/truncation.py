@@ -68,7 +68,7 @@ MAX_OVERFLOW, MAX_LATE, MAX_SHIFTED, MAX_RECALL = 1.3, 1.3, 0.4, 1.3
 
 @dataclass(slots=True)
 class Arm:
-    """One server and its side of the conversation."""
+    """One server of a pair, and its side of the conversation."""
 
     server: ServerProcess
     http: Http
@@ -83,8 +83,8 @@ class Arm:
 
 
 def user_turns(data: Path, count: int, tokens: int, tokenizer: Tokenizer, seed: int) -> list[str]:
-    """Return what the user says: recorded turns of Topical-Chat in one go, cut to `tokens` tokens each, or as
-    recorded."""
+    """Return `count` messages of a user from recorded chats (Topical-Chat). They are laid end to end and cut into
+    pieces of `tokens` tokens; 0: they are as recorded."""
     recorded = list(chats(data))
     random.Random(seed).shuffle(recorded)
     said = [turn["content"].strip() for turns in recorded for turn in turns if turn["role"] == "user"]
@@ -95,8 +95,8 @@ def user_turns(data: Path, count: int, tokens: int, tokenizer: Tokenizer, seed: 
 
 
 def answer_bias(tokenizer: Tokenizer, *, random_model: bool) -> dict[str, int]:
-    """Return the `logit_bias` that makes answers as long as allowed, of text that has as many tokens when the client
-    sends it again: a trained model must not write markup, and the random one whole words only."""
+    """Return a `logit_bias` by which answers are as long as allowed and have the same number of tokens when the client
+    sends them back. A trained model must not write markup, and the random one whole words only."""
     if not random_model:
         return {str(token): -100 for token in tokenizer.get_added_tokens_decoder()}
     words = sorted(number for token, number in tokenizer.get_vocab().items() if token[0] == "Ġ" and token[1:].isalpha())
@@ -112,8 +112,9 @@ async def converse(
     advance: Callable[[], None],
     **parameters: Any,
 ) -> dict[str, list[dict[str, Any]]]:
-    """Start the servers of a pair, play the conversation on both, and return by server a row per turn. shortens: the
-    client drops its oldest exchange. Raises what the client raises."""
+    """Play the same conversation on the servers of a pair. pair: name -> settings. common: settings of both. said: the
+    user's messages. shortens: whether the client drops its oldest exchange before each later turn. parameters: of each
+    request. Returns server -> a row for each turn. Raises what the client raises."""
     with ExitStack() as stack:
         arms: dict[str, Arm] = {}
         for name, settings in pair.items():
@@ -132,7 +133,7 @@ async def converse(
 
 
 def rows_of(answers: Sequence[StreamedAnswer]) -> list[dict[str, Any]]:
-    """Return a row per turn; `cut_tokens` is what left the context in this turn."""
+    """Return a row for each turn. `cut_tokens`: how many tokens truncation dropped from the context in this turn."""
     rows, before = [], 0
     for turn, answer in enumerate(answers, 1):
         found = answer.x_cache
@@ -150,14 +151,14 @@ def rows_of(answers: Sequence[StreamedAnswer]) -> list[dict[str, Any]]:
 
 
 def spread(rows: Sequence[Mapping[str, float]], key: str = "ttft_ms") -> dict[str, float]:
-    """Return the median of a column with the least and the greatest."""
+    """Return the median, the least and the greatest value of a column."""
     values = [row[key] for row in rows]
     return {"p50": round(median(values), 2), "min": round(min(values), 2), "max": round(max(values), 2)}
 
 
 def summarize_endless(turns: Rows, max_tokens: int) -> dict[str, Any]:
-    """Hold turns that cut against those after the first cut that do not, and the last quarter of the ordinary turns
-    against the first one of them. Raises ValueError if there are none of a kind."""
+    """Compare the turns in which the window overflowed with the ordinary turns after the first of them; and of the
+    latter, the last quarter with the first one. Raises ValueError if there are no such turns."""
     out: dict[str, Any] = {}
     for name, rows in turns.items():
         cut = [row for row in rows if row["cut_tokens"] > 0]
@@ -177,7 +178,7 @@ def summarize_endless(turns: Rows, max_tokens: int) -> dict[str, Any]:
 
 
 def summarize_shortened(turns: Rows) -> dict[str, Any]:
-    """Sum up the turns before which the client dropped an exchange."""
+    """Return medians of the turns before which the client dropped an exchange, by server."""
     keys = ("prompt_tokens", "ttft_ms", "shifted_tokens", "computed_tokens")
     arms: dict[str, Any] = {}
     for name, rows in turns.items():
@@ -188,8 +189,8 @@ def summarize_shortened(turns: Rows) -> dict[str, Any]:
 
 
 def summarize_recall(rows: Rows, before: int) -> dict[str, Any]:
-    """Sum up the turns after the first `before` in which something was recalled and no window overflowed. Raises
-    ValueError if there is none."""
+    """Return medians of the turns from number `before` on in which KV was recalled and no window overflowed. Raises
+    ValueError if there are none."""
     turns = [
         turn for turn in range(before, len(rows["off"]))
         if rows["recall"][turn]["recalled_tokens"] and not any(rows[arm][turn]["cut_tokens"] for arm in rows)
@@ -203,7 +204,7 @@ def summarize_recall(rows: Rows, before: int) -> dict[str, Any]:
 
 
 def run_part(part: str, run: Run) -> dict[str, Any]:
-    """Play one part on its pair of servers."""
+    """Play one part of the benchmark on its pair of servers, and return its result."""
     arguments, large = run.arguments, part == "shortened-125m"
     model = arguments.model
     if large:
@@ -234,7 +235,7 @@ def run_part(part: str, run: Run) -> dict[str, Any]:
 
 
 def verdicts(parts: Mapping[str, Any]) -> dict[str, bool]:
-    """Judge the parts that were run."""
+    """Return claim -> whether it holds, for the parts that were run."""
     held: dict[str, bool] = {}
     for part, found in parts.items():
         summary = found["summary"]

@@ -39,7 +39,7 @@ ARMS: dict[str, tuple[float, int] | None] = {  # GB/s, layers that stay in HBM
 
 
 class Arm:
-    """An engine whose weights are in HBM, or reach it through a link."""
+    """An engine whose weights are in HBM, or reach it through a link with a limited rate."""
 
     def __init__(self, name: str, model: str, directory: Path) -> None:
         self._rng, self._model = random.Random(0), model
@@ -55,7 +55,7 @@ class Arm:
         self._steps: dict[str, list[tuple[float, float]]] = {kind: [] for kind in KINDS}  # ms; of these, for weights
 
     def go_on(self) -> None:
-        """Have one turn of a conversation of its own."""
+        """Play one turn of a new conversation."""
         prompt = random_tokens(self._rng, self._model, PROMPT_TOKENS)
         turn = self._engine.submit(f"c{len(self._steps['prefill'])}", prompt, ANSWER_TOKENS)
         waits = [self._waited_ms()]
@@ -71,7 +71,7 @@ class Arm:
         self._steps["decode"].append(((turn.done_s - turn.first_s) * 1e3 / decoded, (waits[2] - waits[1]) / decoded))
 
     def result(self) -> dict[str, Any]:
-        """Close the engine, and tell what was measured."""
+        """Close the engine. Returns what was measured."""
         passing = self._engine.engine.model.memory_plan.get("weights_dram", 0)
         self._engine.close()
         copying_ms = passing / self._gbps / 1e6 if self._gbps else 0.0
@@ -88,13 +88,13 @@ class Arm:
 
 
 def ratio(steps: list[tuple[float, float]], copying_ms: float) -> float:
-    """Return what a step takes, in the time of the longer of computing and copying; the median. steps: ms, and what of
-    them was waiting."""
+    """Return the median of a step's time in units of the longer of computing and copying. steps: (ms of a step, ms of
+    these that it waited for weights). copying_ms: to copy all weights over the link."""
     return round(median(step / max(step - waited, copying_ms) for step, waited in steps), 3)
 
 
 def verdicts(arms: Mapping[str, Mapping[str, Any]]) -> dict[str, bool]:
-    """Judge each kind of step of each link."""
+    """Return claim -> whether it holds, for each kind of step and each link."""
     what = f"at most {MOST_RATIO:g} x the longer of computing and copying"
     return {
         f"{name}, {kind}: {what}": found[kind]["ratio"] <= MOST_RATIO

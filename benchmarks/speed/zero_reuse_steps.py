@@ -95,13 +95,15 @@ class Spent:
 
 
 def request_of(rng: random.Random, vocabulary: int, number: int) -> Request:
-    """300 to 900 tokens, of which the first is no other request's, so that they have no beginning in common."""
+    """Return a request of 300 to 900 random tokens. Its first token depends on `number`, so that no two requests begin
+    alike."""
     rest = [rng.randrange(vocabulary) for _ in range(rng.randint(300, 900) - 1)]
     return Request([number % vocabulary, *rest], rng.randint(32, 64))
 
 
 def serve_all(model: str, arms: Mapping[str, InProcess], request: Request, start: int, round_: int) -> list[Spent]:
-    """Serve the same request on all engines, step by step, in an order that changes with every step."""
+    """Serve the same request on all engines, one step of each after the other, in an order that changes with every
+    step. Returns the processor time of each engine."""
     ms: dict[str, dict[str, float]] = {arm: dict.fromkeys(STAGES, 0.0) for arm in arms}
     first = round_ % len(arms)  # the first arm finds the caches of the processor cold
     order = [*arms][first:] + [*arms][:first]
@@ -130,7 +132,7 @@ def serve_all(model: str, arms: Mapping[str, InProcess], request: Request, start
 
 
 def come_to_rest(engine: InProcess) -> None:
-    """Poll until nothing moves, as a server's loop does that has nothing else to do."""
+    """Poll an engine until it moves no KV, as a server's loop does when it has nothing to run."""
     while True:
         engine.engine.poll(time.monotonic())
         if not engine.engine.is_moving():
@@ -139,7 +141,8 @@ def come_to_rest(engine: InProcess) -> None:
 
 
 def play(model: str, path: str, codec: str, start: int, rounds: int, directory: Path) -> list[Spent]:
-    """Play the rounds in this process. Raises TurnFailed."""
+    """Play the rounds of one model in this process. Returns the processor times, without those of the warm-up. Raises
+    TurnFailed."""
     arms: dict[str, InProcess] = {}
     for arm, differs in ARMS.items():
         own = {"cache.codec": codec, "cache.disk_dir": str(directory / arm)}
@@ -172,14 +175,15 @@ def ratio_of_sums(pairs: Sequence[tuple[float, float]]) -> float:
 
 
 def resampled_ratio(starts: Sequence[Pairs], rng: random.Random) -> float:
-    """The ratio of the sums over starts drawn anew, and over requests drawn anew within each."""
+    """Return the ratio of sums for a bootstrap resample: starts are drawn anew, and within each start its requests."""
     return ratio_of_sums(
         [pair for pairs in rng.choices(starts, k=len(starts)) for pair in rng.choices(pairs, k=len(pairs))]
     )
 
 
 def summarize(spent: Sequence[Spent]) -> list[dict[str, Any]]:
-    """Per model and engine: milliseconds a request by stage, and their sums in units of recompute's."""
+    """Return a row for each model and engine: milliseconds of a request by stage, and the ratio of their sum to
+    recompute's."""
     by_arm: dict[str, dict[str, dict[tuple[int, int], Spent]]] = defaultdict(lambda: defaultdict(dict))
     for one in spent:
         by_arm[one.model][one.arm][one.start, one.round] = one
@@ -205,7 +209,7 @@ def summarize(spent: Sequence[Spent]) -> list[dict[str, Any]]:
 
 
 def verdicts(rows: Sequence[Mapping[str, Any]]) -> dict[str, bool]:
-    """Return each line that is held to, and whether it holds."""
+    """Return claim -> whether it holds."""
     ours = [row for row in rows if row["arm"] == STORING]
     held = {f"{row['model']}: at most {LIMIT} x the processor time": row["ratio"] <= LIMIT for row in ours}
     held["nothing was reused"] = not any(row["cached_tokens"] for row in rows)
@@ -222,7 +226,7 @@ def show(console: Console, result: dict[str, Any]) -> None:
 
 
 def measure_start(start: int, codec: str, rounds: Mapping[str, int]) -> list[Spent]:
-    """All models that get requests, in this process."""
+    """Measure all models in this process. rounds: model -> number of requests."""
     spent: list[Spent] = []
     with tempfile.TemporaryDirectory(prefix="reprise-zero-reuse-") as name:
         directory = Path(name)
@@ -236,7 +240,7 @@ def measure_start(start: int, codec: str, rounds: Mapping[str, int]) -> list[Spe
 
 
 def measure_apart(start: int, codec: str, rounds: Sequence[int], directory: Path) -> list[Spent]:
-    """Measure in a process of its own. Raises CalledProcessError."""
+    """Run `measure_start` in a process of its own and return its result. Raises CalledProcessError."""
     part = directory / "part.json"
     words = (PART, str(start), str(part), codec, *map(str, rounds))
     subprocess.run((sys.executable, "-m", "benchmarks.speed.zero_reuse_steps", *words), check=True)

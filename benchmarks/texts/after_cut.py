@@ -42,7 +42,8 @@ DRAWS = 2000  # draws of the bootstrap
 def cuts_of(
     length: int, reserve: int, scores_of: Callable[[Sequence[int]], Sequence[float] | None] = lambda starts: None
 ) -> list[Range]:
-    """Return what a server drops of a context so that `reserve` tokens more have room. scores_of: see `plan_cut`."""
+    """Return the ranges of tokens that a server drops from a context of `length` tokens to make room for `reserve`
+    more. scores_of: see `plan_cut`."""
     return plan_cut(
         length, window=WINDOW, ratio=RATIO, reserve=reserve, keep_first=KEEP_FIRST, newest=length, starts=(), marked=(),
         scores_of=scores_of,
@@ -50,7 +51,7 @@ def cuts_of(
 
 
 def rows_without(length: int, cuts: Sequence[Range]) -> Tensor:
-    """Return which rows of a context stay, [kept] int64."""
+    """Return the indices of the tokens that stay in a context after these cuts, [kept] int64."""
     keep = torch.ones(length, dtype=torch.bool)
     for start, end in cuts:
         keep[start:end] = False
@@ -58,8 +59,8 @@ def rows_without(length: int, cuts: Sequence[Range]) -> Tensor:
 
 
 def perplexities(run: Run, losses_of: Callable[[list[int]], dict[str, float]], base: str) -> dict[str, Any]:
-    """Sum up texts by arm, with ratios to the arm `base`. losses_of: the loss by arm of a window of text. `missing`
-    names the texts that the data directory lacks."""
+    """Return perplexities by text and arm, with ratios to the arm `base`. losses_of: returns arm -> mean loss for a
+    window of text. `missing` in the result names the texts that the data directory lacks."""
     arguments = run.arguments
     encode = encoder(arguments.model)
     out: dict[str, Any] = {"scored_tokens": arguments.scored, "keep_first": KEEP_FIRST, "texts": {}, "missing": []}
@@ -78,8 +79,8 @@ def perplexities(run: Run, losses_of: Callable[[list[int]], dict[str, float]], b
 
 
 def summarize(windows: Sequence[Mapping[str, float]], base: str) -> dict[str, Any]:
-    """Return the perplexity of each arm, and its ratio to base's, with 95 % bootstrap intervals over windows. A ratio's
-    is of the differences window by window."""
+    """Return the perplexity of each arm and its ratio to that of the arm `base`, both with 95 % bootstrap intervals
+    over the windows. Those of the ratio are of the differences window by window."""
     arms = {}
     for arm in windows[0]:
         losses = [window[arm] for window in windows]
@@ -97,15 +98,15 @@ def _interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def mean_loss(history: History, ids: Sequence[int]) -> float:
-    """Return the mean loss of the tokens after a full window; the first of them is given, not scored."""
+    """Return the mean loss of the tokens after a full window. The first of them is given and not scored."""
     targets = torch.tensor(ids[WINDOW + 1 :])
     return -float(history.score(ids[WINDOW:-1]).gather(1, targets[:, None]).mean())
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """`history` is what was said before the message that begins with `message` and whose next token is
-    candidates[0]."""
+    """A question for a name. `history`: the dialogue before the message in which the assistant says the name.
+    `message`: that message up to the name, which is candidates[0]."""
 
     history: list[int]
     message: list[int]
@@ -117,7 +118,8 @@ Answer = tuple[bool, float]
 
 
 class OtherText:
-    """The dialogues that questions are put among. `rng` draws all that is drawn for a run."""
+    """Text of other dialogues, which fills the window around a question's dialogue. `rng` makes all random choices of a
+    run."""
 
     def __init__(self, dialogues: Sequence[Sequence[int]], seed: int) -> None:
         self.rng = random.Random(seed)
@@ -134,8 +136,9 @@ def ask_names(
     ask: Callable[[Question, OtherText], dict[str, Answer] | None],
     accepts: Callable[[Question], bool] = lambda question: True,
 ) -> dict[str, Any]:
-    """Ask for names that the dialogue answers and nothing else does, until `--questions` of them count. accepts:
-    whether a question is to be used; ask: the answers by arm, or None if the question does not count."""
+    """Ask for names until `--questions` questions count, and return accuracies by arm. Only questions are asked that
+    the model answers with the dialogue and not without it. ask: returns the answers by arm, or None if the question
+    does not count. accepts: whether a question can be used."""
     arguments = run.arguments
     encode = encoder(arguments.model)
     run.expect(arguments.questions, "names")
@@ -172,9 +175,9 @@ def ask_names(
 def find_questions(
     dialogues: Sequence[Sequence[int]], names: set[int], opening: int, answering: int, rng: random.Random
 ) -> Iterator[Question]:
-    """Yield the first name of each of the assistant's messages (token `opening`, then `answering`) that an earlier
-    message has. The candidates beside it are names that the dialogue lacks, if possible such as follow the same word
-    elsewhere."""
+    """Yield questions: for the first name in each message of the assistant, if an earlier message has it too. The other
+    candidates are names that the dialogue lacks, if possible some that follow the same word elsewhere. opening,
+    answering: the two tokens with which the assistant's messages begin."""
     following: dict[int, set[int]] = defaultdict(set)
     for ids in dialogues:
         for before, name in pairwise(ids):
@@ -198,8 +201,8 @@ def find_questions(
 
 
 def name_tokens(tokenizer: Tokenizer, seen: set[int]) -> set[int]:
-    """Return the tokens that are a capitalised word of four letters or more, with the space before it, among those
-    seen."""
+    """Return those of the tokens `seen` that are one capitalised word of four or more letters with the space before
+    it."""
     words = ((token.removeprefix("Ġ"), token, number) for token, number in tokenizer.get_vocab().items())
     return {
         number
@@ -209,14 +212,14 @@ def name_tokens(tokenizer: Tokenizer, seen: set[int]) -> set[int]:
 
 
 def answer(history: History, message: Sequence[int], candidates: Sequence[int]) -> Answer:
-    """Look for the first of the candidates after the history and a message."""
+    """Return whether the first candidate is the likeliest after the history and a message, and its log probability."""
     logprobs = history.score(message)[-1]
     among = logprobs[torch.tensor(candidates)]
     return int(among.argmax()) == 0, float(among[0])
 
 
 def is_answerable(history: History, question: Question) -> bool:
-    """Return whether the dialogue answers the question, and the message alone does not."""
+    """Return whether the model answers the question with the dialogue, but not with the message alone."""
     history.length = 0
     if answer(history, question.message, question.candidates)[0]:
         return False
@@ -227,7 +230,7 @@ def is_answerable(history: History, question: Question) -> bool:
 def cut_experiment(
     name: str, about: str | None, measure: Callable[[Run], dict[str, Any]], parts: Sequence[str]
 ) -> Experiment:  # fmt: skip
-    """Return a program that scores what follows a cut."""
+    """Return a benchmark program that scores what a model says after a cut. parts: choices of its option --parts."""
 
     def options(parser: ArgumentParser) -> None:
         text_options(parser, model="bundled")
@@ -248,7 +251,8 @@ def measure_parts(
     parts: Mapping[str, Callable[[], dict[str, Any]]],
     verdicts: Callable[[Mapping[str, Any]], dict[str, bool]],
 ) -> dict[str, Any]:
-    """Measure the parts that were asked for. The result is written after each."""
+    """Measure the parts that `--parts` names and return the result, which is written after each part. verdicts: returns
+    claim -> whether it holds."""
     found: dict[str, Any] = {}
     result: dict[str, Any] = {}
     for part in run.arguments.parts:
@@ -259,7 +263,7 @@ def measure_parts(
 
 
 def show_parts(console: Console, result: dict[str, Any]) -> None:
-    """Print perplexities by text and arm, and names by arm."""
+    """Print perplexities by text and arm, and accuracies of names by arm."""
     for part, found in result["parts"].items():
         texts = found.get("texts", {"": found})
         rows = {f"{text} {arm}".strip(): one for text, row in texts.items() for arm, one in row["arms"].items()}

@@ -40,7 +40,7 @@ LEAST_SAME, MOST_PERPLEXITY = 0.98, 0.002
 
 
 def measure_codecs(run: Run) -> dict[str, Any]:
-    """Calibrate, then measure every codec text by text."""
+    """Calibrate the codecs, measure each on all texts, and return the result."""
     arguments = run.arguments
     subject = load_subject(arguments.model, threads=arguments.threads)
     learned, scored = calibration_text(arguments.model / "tokenizer.json")
@@ -82,7 +82,7 @@ def measure_codecs(run: Run) -> dict[str, Any]:
 
 
 def verdicts(rows: dict[str, dict[str, float]]) -> dict[str, bool]:
-    """Judge what is held."""
+    """Return claim -> whether it holds."""
     held: dict[str, bool] = {}
     for budget in BUDGETS:
         row, what = rows.get(f"transform {budget}"), f"transform {budget}"

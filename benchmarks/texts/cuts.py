@@ -53,7 +53,7 @@ MAX_APART, MIN_NAIVE, MAX_FEWER = 0.01, 1.1, 0.05
 
 
 class Cutter:
-    """A history, and the ways to go on after a cut of it."""
+    """A history, and the ways (arms) to continue it after tokens were cut from it."""
 
     def __init__(self, history: History, rotations: ModelRotations) -> None:
         self.history, self._rotations = history, rotations
@@ -66,7 +66,8 @@ class Cutter:
         }
 
     def each(self, ids: Sequence[int], saved: Rows, rows: Tensor, score: Callable[[], Any]) -> dict[str, Any]:
-        """Return what `score` finds after each way of keeping `rows` of a text, of which `saved` was computed."""
+        """Return arm -> what `score` returns after the tokens `rows` of the text `ids` were kept in the way of that
+        arm. saved: the KV of the whole text."""
         found = {}
         for arm in ARMS:
             if arm == "TT":
@@ -78,7 +79,7 @@ class Cutter:
 
     @torch.inference_mode()
     def kept(self, arm: str, saved: Rows, rows: Tensor) -> Rows:
-        """Return the rows of a saved text that are kept, the way of `arm` (not TT)."""
+        """Return the kept part of a text's KV in the form of an arm other than TT, which computes it again."""
         narrow = torch.bfloat16 if arm in ("AS bf16", "AS hops") else torch.float32
         return [(self.ways[arm](layer, k[rows], rows), v[rows].to(narrow)) for layer, (k, v) in enumerate(saved)]
 
@@ -94,7 +95,7 @@ class Cutter:
 
 
 def kept_rows(length: int, reserve: int) -> Tensor:
-    """Return which rows of a context a server with the default settings keeps, [kept] int64."""
+    """Return the indices of the tokens of a context that a server with the default settings keeps, [kept] int64."""
     return rows_without(length, cuts_of(length, reserve))
 
 
@@ -128,7 +129,7 @@ def measure(run: Run) -> dict[str, Any]:
 
 
 def verdicts(parts: Mapping[str, Any]) -> dict[str, bool]:
-    """Judge the parts that were run."""
+    """Return claim -> whether it holds, for the parts that were run."""
     held: dict[str, bool] = {}
     for text, row in parts.get("perplexity", {"texts": {}})["texts"].items():
         ratios = {arm: found["ratio_to_tt"] for arm, found in row["arms"].items()}

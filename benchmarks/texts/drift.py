@@ -60,18 +60,20 @@ Conversation = tuple[list[Tensor], list[tuple[Tensor, list[int]]]]
 
 
 class GrowingHistory(History):
-    """A history that is stored turn by turn: coded, or raw without a codec."""
+    """A history to which turns are added. The KV of each turn is coded when it is stored, or stays raw if there is no
+    codec."""
 
     def __init__(self, subject: Subject, codec: Codec | None, *, most_tokens: int) -> None:
         super().__init__(subject, most_tokens=most_tokens)
         self._codec, self._rows = codec, Rows()
 
     def forget(self) -> None:
-        """Begin anew without a text."""
+        """Make the history empty."""
         self._rows, self.length = Rows(), 0
 
     def turn(self, token_ids: Tensor) -> Tensor:
-        """Compute a turn of whole blocks after the history, and keep it. Returns its log probabilities."""
+        """Compute a turn of whole blocks after the history, and add it. Returns the log probabilities after each token
+        [tokens, vocab]."""
         logprobs, rows = self.go_on(token_ids)
         if self._codec is not None:
             rows = self._as_coded(self._codec, rows)
@@ -92,7 +94,8 @@ def _joined(first: Rows, second: Rows) -> Rows:
 
 
 def drift_of(raw: GrowingHistory, through: GrowingHistory, pieces: Sequence[Tensor]) -> list[float]:
-    """Return the mean KL of each turn but the first, which has no history. pieces: whole blocks each."""
+    """Return the mean KL divergence of coded from raw history in each turn but the first, which has no history. pieces:
+    the turns' tokens, whole blocks each."""
     raw.forget()
     through.forget()
     found = [compared(raw.turn(piece), through.turn(piece), piece, 0.0) for piece in pieces]
@@ -100,7 +103,8 @@ def drift_of(raw: GrowingHistory, through: GrowingHistory, pieces: Sequence[Tens
 
 
 def conversations(data: Path, encode: Encode, turn_tokens: int, seed: int) -> Iterator[Conversation]:
-    """Make chats out of recorded ones, with names in the first turn that others do not have."""
+    """Yield conversations made of recorded chats. In the first turn the user gives names, for which the questions at
+    the end ask."""
     rng = random.Random(seed)
     recorded = list(map(as_chat, chats(data)))
     rng.shuffle(recorded)
@@ -125,7 +129,8 @@ def conversations(data: Path, encode: Encode, turn_tokens: int, seed: int) -> It
 
 
 def answers_of(history: GrowingHistory, conversation: Conversation) -> list[tuple[bool, float]]:
-    """Return for each question whether the right name is the likeliest, and its log probability."""
+    """Play a conversation. Returns for each question whether the right name is the likeliest candidate, and its log
+    probability."""
     history.forget()
     pieces, questions = conversation
     for piece in pieces:
@@ -166,7 +171,7 @@ def measure(run: Run) -> dict[str, Any]:
 
 
 def summarize(drifts: list[list[float]], asked: dict[str, list[tuple[bool, float]]]) -> dict[str, Any]:
-    """Sum up texts and questions, and judge what is held."""
+    """Return means over texts and over questions, and the claims that are `held`."""
     by_turn = [mean(values) for values in zip(*drifts, strict=True)]
     names = {
         arm: {"questions": len(given), "right": mean(right for right, _ in given), "logprob": mean(p for _, p in given)}

@@ -25,41 +25,44 @@ def load_subject(model: Path, dtype: torch.dtype = torch.bfloat16, threads: int 
 
 
 class History:
-    """The KV of one text and what follows it. One thing at a time. A program computes a history, places it as it was
-    or changed, and scores tokens after it; scoring leaves the history as it is."""
+    """The KV of one text, after which tokens can be scored. One call at a time. `compute` makes the KV of a text,
+    `place` replaces it by other KV, and `score` leaves it as it is."""
 
     def __init__(self, subject: Subject, *, most_tokens: int) -> None:
         self._coder = HistoryCoder(subject, most_tokens=most_tokens)
         self.length = 0
 
     def compute(self, token_ids: Tensor | Sequence[int]) -> Rows:
-        """Begin anew with a text. Returns its KV as it is stored."""
+        """Compute the KV of a text, in place of the present history. Returns it as it is stored."""
         self.length = len(token_ids)
         return self._coder.compute(torch.as_tensor(token_ids))
 
     def place(self, rows: Rows) -> None:
-        """Make these rows the whole history, from position 0 on."""
+        """Make this KV the whole history, from position 0 on."""
         self.length = len(rows[0][0])
         if self.length:
             self._coder.place(rows)
 
     def go_on(self, token_ids: Tensor) -> tuple[Tensor, Rows]:
-        """Compute more of the text. Returns the log probabilities [tokens, vocab] after each token, and the new KV."""
+        """Compute more tokens and add them to the history. Returns the log probabilities after each of them [tokens,
+        vocab], and their KV."""
         logprobs, rows = self._coder.go_on(token_ids, self.length)
         self.length += len(token_ids)
         return logprobs, rows
 
     def score(self, token_ids: Tensor | Sequence[int]) -> Tensor:
-        """Return the log probabilities [tokens, vocab] of what follows each of these tokens after the history."""
+        """Return the log probabilities after each of these tokens [tokens, vocab], which follow the history but are not
+        added to it."""
         return self._coder.score(torch.as_tensor(token_ids), self.length)
 
     def quality(self, raw: Tensor, token_ids: Tensor, refused: float = 0.0) -> Quality:
-        """Compare what follows the present history with `raw`, what followed another one."""
+        """Score tokens after the history and compare the log probabilities with `raw`, those after another history."""
         return compared(raw, self.score(token_ids), token_ids, refused)
 
 
 def summary(parts: Sequence[Quality]) -> dict[str, float]:
-    """Sum up what a change did to the scored tokens of some texts. An error is one standard error."""
+    """Return the means of what a change of the history did to the scored tokens of some texts. Errors are standard
+    errors."""
     quality = Quality.added(parts)
     change, error = quality.perplexity_change()
     spread = float(quality.divergence.std()) / sqrt(len(quality.divergence))

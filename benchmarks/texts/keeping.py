@@ -59,20 +59,21 @@ BETTER, MAX_ABOVE, MIN_RECALL = 0.15, 0.005, 0.7
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """A text that was computed, and what there is to know of its blocks."""
+    """A text with its KV, and how much attention each of its blocks got."""
 
     token_ids: list[int]
     saved: Rows
     attention: list[float]
 
     def without(self, cuts: Sequence[Range]) -> Rows:
-        """Return the KV that a cut leaves."""
+        """Return the KV that is left after these cuts."""
         rows = rows_without(len(self.token_ids), cuts)
         return [(k[rows], v[rows]) for k, v in self.saved]
 
 
 class WatchedHistory(History):
-    """A history that notes how the end of each chunk attends to blocks, as a server does."""
+    """A history that also records, as a server does, how the last tokens of each chunk attend to the blocks before
+    them."""
 
     def __init__(self, subject: Subject, *, most_tokens: int) -> None:
         layers = len(subject.found.shapes)
@@ -83,7 +84,7 @@ class WatchedHistory(History):
         super().__init__(replace(subject, backend=self._watch, go_on=self._note), most_tokens=most_tokens)
 
     def read(self, token_ids: list[int]) -> Read:
-        """Compute a text from position 0, chunk by chunk."""
+        """Compute a text from position 0 on, in chunks. Returns its KV and the attention that its blocks got."""
         self._watch.begin(self._a_chunk)
         self._attention, self._is_reading = [], True
         saved = self.compute(token_ids)
@@ -101,7 +102,8 @@ class WatchedHistory(History):
 
 
 def cut(read: Read, scorer: str, newest: Sequence[int], *, reserve: int) -> list[Range]:
-    """Return what a server drops of a text when the message `newest` follows it and has to fit."""
+    """Return the ranges of tokens that a server drops from a text to make room for `reserve` tokens. scorer: by which
+    blocks are chosen. newest: the message that follows the text."""
     chosen = BLOCK_SCORERS[scorer]()
 
     def scores_of(starts: Sequence[int]) -> Sequence[float] | None:
@@ -113,8 +115,8 @@ def cut(read: Read, scorer: str, newest: Sequence[int], *, reserve: int) -> list
 
 
 def recall(token_ids: Sequence[int], cuts: Sequence[Range], newest: Sequence[int]) -> list[Range]:
-    """Return the cuts after a server has brought back what the message `newest` is about, for the oldest of the
-    rest."""
+    """Return the cuts after recall: a server brings back the dropped blocks that the message `newest` is about, and
+    drops as many of the oldest other blocks."""
     blocks = [token_ids[start : start + BLOCK_TOKENS] for start in range(0, len(token_ids), BLOCK_TOKENS)]
     dropped = [start // BLOCK_TOKENS for start in blocks_of(cuts)]
     kept = sorted({*range(len(token_ids) // BLOCK_TOKENS)} - set(dropped))
@@ -130,7 +132,7 @@ def _ranges(blocks: Sequence[int]) -> list[Range]:
 
 
 class Asker:
-    """A user who asks for a message of the assistant once more, in its own words up to the name."""
+    """A user who asks the assistant to repeat one of its messages. The question quotes the message up to the name."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -140,7 +142,7 @@ class Asker:
         return len(self.asked(question)) + len(question.message) < RESERVE
 
     def asked(self, question: Question) -> list[int]:
-        """Return the user's message."""
+        """Return the tokens of the user's message for a question."""
         words = self._tokenizer.decode(question.message[self._opening :]).strip()
         return self._ids(f"{TURN_START}user\nPlease tell me once more: {words}{TURN_END}\n")
 
@@ -148,8 +150,9 @@ class Asker:
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def answers(self, history: WatchedHistory, question: Question, others: OtherText) -> dict[str, Answer] | None:
-        """Ask for the name after a cut of a window that has the dialogue in its older half, by arm. A question counts
-        if the whole window answers it, and does not without the dialogue."""
+        """Ask for the name after a cut of a window that has the dialogue in its older half. Returns the answers by arm.
+        None if the question does not count: the whole window does not answer it, or the window without the dialogue
+        does."""
         asked, other, said = self.asked(question), others.draw(HISTORY), question.history
         place = others.rng.randrange(OLDER_HALF[0], OLDER_HALF[1] - len(said) + 1)
         ids = [*other[:place], *said, *other[place + len(said) :]]
@@ -194,7 +197,7 @@ def measure(run: Run) -> dict[str, Any]:
 
 
 def verdicts(parts: Mapping[str, Any]) -> dict[str, bool]:
-    """Judge the parts that were run."""
+    """Return claim -> whether it holds, for the parts that were run."""
     held: dict[str, bool] = {}
     if "names" in parts:
         right = {arm: found["accuracy"] for arm, found in parts["names"]["arms"].items()}

@@ -73,7 +73,7 @@ def _figures(by_row: Tensor) -> dict[str, Any]:
 
 
 def verdicts(arms: dict[str, dict[str, Any]]) -> dict[str, bool]:
-    """Judge each way of ours beside llama.cpp's, as far as both were measured."""
+    """Return claim -> whether it holds: each of our forms beside llama.cpp's, as far as both were measured."""
     return {
         f"{ours}: divergence no greater than {theirs}'s": arms[ours]["kl"] <= arms[theirs]["kl"]
         for ours, theirs in (("gguf", "llama.cpp"), ("q8", "Q8_0"), ("q4", "Q4_1"))

@@ -17,7 +17,8 @@ _LEAST_SCALE = 1e-8
 
 
 class Fp8Codec:
-    """A `Codec` that stores each number as e4m3. shapes: by layer ((kv_heads, k_dim), (kv_heads, v_dim))."""
+    """A `Codec` that stores each number of KV as fp8 (e4m3). shapes: ((kv_heads, k_dim), (kv_heads, v_dim)) of each
+    layer."""
 
     name = "fp8"
     is_lossy = True
@@ -44,8 +45,8 @@ class Fp8Codec:
 
 
 class KiviCodec:
-    """A `Codec` that quantises in groups. bits: 2 or 4 for a number; with each group its least number and its scale, in
-    fp16. v_group: numbers of a row of V that share them, at most a head's."""
+    """A `Codec` that quantises groups of numbers, as KIVI does. Each group has its least number and its scale in fp16.
+    bits: of a number, 2 or 4. v_group: how many numbers of a token's V form a group, at most those of a head."""
 
     is_lossy = True
     device = torch.device("cpu")
@@ -111,7 +112,7 @@ class KiviCodec:
 
 
 def other_codecs(found: ProbeResult) -> dict[str, Codec]:
-    """Make the codecs for a model that was probed, by name."""
+    """Return the codecs to compare with, by name, for a model with these shapes."""
     shapes = [((s.kv_heads, s.k_dim), (s.kv_heads, s.v_dim)) for s in found.shapes]
     v_dim = found.shapes[0].v_dim
     return {
@@ -122,7 +123,7 @@ def other_codecs(found: ProbeResult) -> dict[str, Codec]:
 
 
 def raw_block_bytes(found: ProbeResult) -> int:
-    """Return the bytes of a block of bf16 KV, all layers."""
+    """Return the bytes of a block of KV in bf16, all layers together."""
     return sum(ROWS * s.kv_heads * (s.k_dim + s.v_dim) * 2 for s in found.shapes)
 
 

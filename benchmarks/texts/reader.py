@@ -24,7 +24,7 @@ LEAST_TOKENS = 2048  # tokens of a text's pages: selectors calibrate on as many 
 
 @dataclass
 class Counting:
-    """A selector that counts what it chooses."""
+    """A selector that counts which share of the contexts another selector chooses."""
 
     inner: KvSelector
     read: float = 0.0  # shares of contexts, summed
@@ -44,10 +44,10 @@ class Counting:
 
 
 class Reader:
-    """A model, and pages for some texts of at most so many tokens. One thing at a time."""
+    """A model with pages for the KV of `texts` texts of at most `most_tokens` tokens each. One call at a time."""
 
     def __init__(self, model: Path, *, texts: int, most_tokens: int, share: float, threads: int | None) -> None:
-        """share: of the rows, what selectors may choose."""
+        """Set up. share: the share of a context's tokens that selectors may choose. threads: of torch."""
         flags: dict[str, str | int | float] = {"selector.name": "infinigen", "selector.share": share}
         self.config = config(str(model), flags | ({"engine.threads": threads} if threads else {}))
         self._loaded = load(self.config)
@@ -62,7 +62,7 @@ class Reader:
         self.begin(None)
 
     def selecting(self, name: str) -> Selecting:
-        """Calibrate a selector. Writes to the pages."""
+        """Return a calibrated selector. Calibration overwrites pages."""
         settings = msgspec.structs.replace(
             self.config, selector=msgspec.structs.replace(self.config.selector, name=name)
         )
@@ -74,13 +74,14 @@ class Reader:
         return found
 
     def begin(self, selecting: Selecting | None) -> None:
-        """Let what is decoded from now on read what a selector chooses; whatever it knew of the pages is void."""
+        """Make all later decode steps use a selector; None: they read whole contexts. What a selector knew of the pages
+        is discarded."""
         self.runner.selecting = selecting
         self._tables = BlockTables(max_seqs=self._texts, max_pages=self._per_text)
 
     def prompt(self, text: int, ids: Sequence[int], first: int, logit_rows: int = 1) -> Tensor:
-        """Compute tokens of a text from row `first` on. Returns the logits of the last rows [logit_rows, vocab]; more
-        than one only of a single chunk."""
+        """Compute the tokens `ids` of a text, from position `first` on. Returns the logits after its last tokens
+        [logit_rows, vocab]; more than one only if all tokens fit one chunk."""
         logits = torch.empty(0)
         for start in range(0, len(ids), CHUNK):
             chunk = list(ids[start : start + CHUNK])
@@ -90,7 +91,8 @@ class Reader:
         return logits[-logit_rows:]
 
     def decoding(self, ids: Mapping[int, int], place: Mapping[int, int]) -> BatchInput:
-        """Return the step that computes one token of some texts, which may read a part."""
+        """Return the batch of a decode step, with one token of each of some texts. ids: text -> token. place: text ->
+        position. The selector may choose what it reads."""
         return self._batch(
             [
                 BatchItem(f"text {text}", [token], place[text], self._pages_of(text), True, partial=True)
@@ -99,7 +101,7 @@ class Reader:
         )
 
     def decode(self, ids: Mapping[int, int], place: Mapping[int, int]) -> Tensor:
-        """Return logits [texts, vocab] after one token of some texts, in their order."""
+        """Run a decode step as `decoding` makes it. Returns the logits [texts, vocab], in the order of `ids`."""
         return self.run(self.decoding(ids, place))
 
     @torch.inference_mode()
@@ -107,7 +109,7 @@ class Reader:
         return self.runner.forward(batch, None)
 
     def copy_first(self, tokens: int) -> None:
-        """Give all texts the KV of the first."""
+        """Copy the KV of the first `tokens` tokens of text 0 to all other texts."""
         count = -(-tokens // self._page_size)
         for layer in self.pages:
             for pool in (layer.k, layer.v):
@@ -115,14 +117,14 @@ class Reader:
                     pool[first : first + count] = pool[:count]
 
     def fill(self, group: Sequence[Tensor], history: int) -> None:
-        """Compute the history of some texts as prompts are."""
+        """Compute the first `history` tokens of some texts as prompts, with whole contexts."""
         self.begin(None)
         for text, ids in enumerate(group):
             self.prompt(text, ids[:history].tolist(), 0)
 
     def read_behind(self, group: Sequence[Tensor], history: int, selecting: Selecting | None) -> list[Tensor]:
-        """Decode what follows a history of some texts, token by token. Returns for each text its log probabilities
-        [tokens, vocab], of all but its last token."""
+        """Decode the tokens of some texts after their first `history` ones, one by one. Returns for each text the log
+        probabilities [tokens, vocab] after all but its last token."""
         self.begin(selecting)
         found: list[list[Tensor]] = [[] for _ in group]
         for place in range(history, len(group[0]) - 1):
@@ -139,7 +141,8 @@ class Reader:
 
 
 def compared_rows(plain: Tensor, found: Tensor, following: Tensor) -> Quality:
-    """Compare log probabilities [tokens, vocab] of reading everything and of an arm. following: the next tokens."""
+    """Compare log probabilities [tokens, vocab] with whole contexts (`plain`) and with a selector (`found`). following:
+    the tokens that come next."""
     return Quality(
         divergence=(plain.exp() * (plain - found)).sum(-1), same_choice=plain.argmax(-1) == found.argmax(-1),
         loss=-found.gather(1, following[:, None])[:, 0], raw_loss=-plain.gather(1, following[:, None])[:, 0],

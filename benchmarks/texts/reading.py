@@ -20,14 +20,14 @@ TEXTS = ("topical_chat", "books", "wikitext2")
 
 
 def text_options(parser: ArgumentParser, model: str = "smollm2") -> None:
-    """Add the options that all programs have."""
+    """Add the options that all programs of this folder have. model: default of --model."""
     parser.add_argument("--data", type=Path, required=True, help="directory with dialogues/, long_docs/ and text/")
     parser.add_argument("--model", type=model_directory, default=model, help="bundled, smollm2, or a directory")
     parser.add_argument("--threads", type=int, help="of torch; its own choice by default")
 
 
 def encoder(model: Path) -> Encode:
-    """Return the function that makes token ids of a text, without special tokens."""
+    """Return a function that converts a text to token ids, without special tokens."""
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     return lambda text: list(tokenizer.encode(text, add_special_tokens=False).ids)
 
@@ -58,7 +58,7 @@ def wikitext(data: Path) -> str:
 
 
 def documents(data: Path) -> Iterator[str]:
-    """Yield texts of the three kinds in turn."""
+    """Yield parts of books, chats and WikiText-2 in turn."""
     chat, wiki = "".join(map(as_chat, chats(data))), wikitext(data)
     for number, book in enumerate(text for text in books(data) if len(text) > 100_000):
         yield book[len(book) // 2 :][:40_000]
@@ -68,8 +68,8 @@ def documents(data: Path) -> Iterator[str]:
 
 
 def texts_of(data: Path, encode: Encode, lengths: Sequence[int]) -> list[Tensor]:
-    """Return a text [tokens] of each length, in that order: the next document that is long enough, cut. Fewer where
-    documents run out."""
+    """Return a text [tokens] of each length, in that order: the beginning of the next document that is long enough.
+    There are fewer if documents run out."""
     found: list[Tensor] = []
     for document in documents(data):
         if len(found) == len(lengths):
@@ -81,7 +81,8 @@ def texts_of(data: Path, encode: Encode, lengths: Sequence[int]) -> list[Tensor]
 
 
 def held_out(data: Path, name: str, encode: Encode) -> list[list[int]] | None:
-    """Return the token ids of each document of a text that did not train the bundled model; None if it is missing."""
+    """Return the token ids of each document of a corpus that the bundled model was not trained on; None if the corpus
+    is missing."""
     try:
         if name == "wikitext2":
             return [encode(wikitext(data))]
@@ -91,8 +92,8 @@ def held_out(data: Path, name: str, encode: Encode) -> list[list[int]] | None:
 
 
 def draw_windows(documents_ids: Sequence[Sequence[int]], length: int, count: int, seed: int) -> list[list[int]]:
-    """Return `count` windows of running text, documents laid end to end. A text that is too short for so many is used
-    again with its documents in another order. Raises ValueError if it is too short for one."""
+    """Return `count` windows of `length` tokens from documents that are laid end to end. A text that is too short for
+    so many is used again with its documents in another order. Raises ValueError if it is too short for one."""
     rng = random.Random(seed)
     order = list(range(len(documents_ids)))
     windows: list[list[int]] = []

@@ -56,7 +56,7 @@ LEAST_FOUND, MOST_READ, MOST_KL = 0.95, 0.2, 0.02
 
 
 def score_texts(run: Run, reader: Reader, arms: Mapping[str, Selecting], encode: Encode) -> dict[str, Any]:
-    """Return by history the quality of every arm, over all texts of that length."""
+    """Return length of history -> arm -> quality, over all texts of that length."""
     arguments, by_history = run.arguments, {}
     for history in arguments.histories:
         texts = texts_of(arguments.data, encode, [history + SCORED + 1] * arguments.texts)
@@ -80,7 +80,7 @@ def score_texts(run: Run, reader: Reader, arms: Mapping[str, Selecting], encode:
 
 @dataclass(frozen=True)
 class Haystack:
-    """A book with needles in it, and how they are asked for."""
+    """A book with hidden sentences (needles), each of which tells a password, and the questions for these."""
 
     ids: list[int]
     questions: list[tuple[list[int], list[int], int]]  # a prompt, the beginning of its answer, the password
@@ -88,7 +88,7 @@ class Haystack:
 
 
 def haystack(book: str, encode: Encode, count: int, rng: random.Random) -> Haystack:
-    """Hide `count` needles, whose passwords begin with different tokens."""
+    """Hide `count` needles in a book. The passwords begin with different tokens."""
     first = {word: encode(f" {word}")[0] for word in PASSWORDS.split()}
     words = [word for word in first if list(first.values()).count(first[word]) == 1]
     pairs = list(zip(rng.sample(NAMES.split(), count), rng.sample(words, count), strict=True))
@@ -109,8 +109,8 @@ def haystack(book: str, encode: Encode, count: int, rng: random.Random) -> Hayst
 
 
 def ask_all(reader: Reader, hay: Haystack, selecting: Selecting | None) -> int:
-    """Return how many passwords are the likeliest where they are asked for, one after the other. The haystack is in the
-    pages of text 0."""
+    """Ask for all passwords, one after the other. Returns for how many the right one is the likeliest. The pages of
+    text 0 must have the haystack's KV."""
     reader.begin(selecting)
     at, found = len(hay.ids), 0
     for prompt, beginning, password in hay.questions:
@@ -127,7 +127,7 @@ def ask_all(reader: Reader, hay: Haystack, selecting: Selecting | None) -> int:
 
 
 def find_needles(run: Run, reader: Reader, arms: Mapping[str, Selecting], encode: Encode) -> dict[str, Any]:
-    """Return how many needles each arm finds."""
+    """Return how many needles were found with each arm, of how many."""
     rng = random.Random(0)
     long = (book[len(book) // 4 :][:50_000] for book in books(run.arguments.data) if len(book) > 150_000)
     hays = [haystack(book, encode, NEEDLES, rng) for book in islice(long, -(-run.arguments.needles // NEEDLES))]
@@ -171,7 +171,7 @@ def measure(run: Run) -> dict[str, Any]:
 
 
 def verdicts(texts: Any, read: Any, needles: Any) -> dict[str, bool]:
-    """Judge what is held."""
+    """Return claim -> whether it holds."""
     held = {f"pairs read at most {MOST_READ:.0%} of the rows": read["pairs"]["rows"] <= MOST_READ}
     for history, arms in texts.items():
         ours, theirs = arms["pairs"]["kl"], arms["infinigen"]["kl"]
