@@ -179,8 +179,9 @@ def request_timeout(timeout_s: float) -> ApiError:
 
 
 def prompt_too_long(limit: int, prompt_tokens: int | None, *, param: str = "messages") -> ApiError:
-    """Return the error for a prompt of `limit` tokens or more, which is refused although truncation could shorten
-    it."""
+    """Return the error for a prompt that has too many tokens although its earliest history could be dropped to fit the
+    window. limit: a prompt must have fewer tokens than this. prompt_tokens: None if too many to be counted. param: the
+    request field that holds the prompt."""
     code = "context_length_exceeded"
     return ApiError(
         400,

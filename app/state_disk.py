@@ -57,7 +57,8 @@ class StateDisk:
     pause after that. Thread-safe."""
 
     def __init__(self, name: str = "the disk of the server's own files", *, deadline_s: float | None = None) -> None:
-        """Set up. name: of the disk, for the log. deadline_s: of one call; None: DEADLINE_S."""
+        """Set up. name: what the log calls the disk. deadline_s: how long callers wait for one call; None:
+        DEADLINE_S."""
         self.failures = 0  # calls that were not made, or not waited for
         self.deadline_s = DEADLINE_S if deadline_s is None else deadline_s
         self._name = name
@@ -230,7 +231,8 @@ class DiskThread:
         return cast(T, job.result)
 
     def close(self) -> None:
-        """End the thread when it has done what it was told. Waits for END_S at most. Later calls raise DiskAway."""
+        """End the thread once it has made the calls that it was given, and wait for that, for END_S at most. Later
+        calls raise DiskAway."""
         self._is_closed = True
         if self._thread is not None:
             _end(self._jobs, self._thread)

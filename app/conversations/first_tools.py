@@ -16,8 +16,9 @@ Find = Callable[[bytes], Awaitable[Tools | None]]
 
 
 class FirstTools:
-    """A memory of lists of tools, which must be used by one thread. What it has forgotten or a restart has lost is
-    looked up where the transcripts are: a list is kept there for as long as a session that was recorded with it."""
+    """A memory of the lists of tools that tenants sent first, to be used by one thread. A list that it has forgotten,
+    or lost in a restart, is looked up in the transcripts, which keep it for as long as a session that was recorded with
+    it."""
 
     def __init__(self, *, max_bytes: int = MAX_BYTES) -> None:
         self._max_bytes = max_bytes

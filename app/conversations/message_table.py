@@ -48,7 +48,7 @@ WHERE s.tenant IN (?, ?) AND s.name = ? AND s.used + s.extra >= ? ORDER BY s.use
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """An entry of the list of conversations."""
+    """A conversation as the list of conversations shows it."""
 
     tenant: str  # with its salt ("tenant/salt")
     session_id: str
@@ -68,8 +68,8 @@ class MessagePage:
 
 
 class MessageTable:
-    """The tables of the messages in the transcripts' database, inside that one's transactions. Every method may raise
-    sqlite3.Error."""
+    """The tables of the transcripts' database that hold the messages. The caller opens and commits the transactions.
+    Every method may raise sqlite3.Error."""
 
     def __init__(self, db: Database) -> None:
         self._db = db

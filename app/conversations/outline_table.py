@@ -77,8 +77,8 @@ class SessionReport:
 
 
 class OutlineTable:
-    """The tables of the outlines in the transcripts' database, inside that one's transactions. Every method may raise
-    sqlite3.Error."""
+    """The tables of the transcripts' database that hold the outlines. The caller opens and commits the transactions.
+    Every method may raise sqlite3.Error."""
 
     def __init__(self, db: Database) -> None:
         self._db = db

@@ -225,7 +225,8 @@ class RedisStore:
         return self._breaker.failures
 
     async def close(self) -> None:
-        """Close the connections. Those that cannot be closed in time, as Redis is away, are left."""
+        """Close the connections. Those that cannot be closed within SOCKET_S, because Redis does not answer, are left
+        open."""
         try:
             async with asyncio.timeout(SOCKET_S):
                 await self._redis.aclose()
@@ -309,7 +310,7 @@ class RedisStore:
         return await self._about("delete item", tenant, conversation_id, item_id)
 
     async def sweep(self) -> None:
-        """Delete records that were not used for their time to live, a bounded number per call."""
+        """Delete the records whose last use is longer ago than the time to live, a bounded number per call."""
         await self._write("sweep", "", SWEEP_BATCH)
 
     def _bodies(self, name: str, items: list[Item]) -> list[bytes]:

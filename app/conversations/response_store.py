@@ -241,7 +241,7 @@ class ResponseStore:
     # --- bounds -------------------------------------------------------------------------------------------------------
 
     async def sweep(self) -> None:
-        """Delete records that were not used for their time to live, a bounded number per call."""
+        """Delete the records whose last use is longer ago than the time to live, a bounded number per call."""
         await self._run(lambda: self._remove_oldest(SWEEP_BATCH, before=time.time() - self._ttl_s))
 
     def _make_room(self) -> None:
@@ -323,7 +323,7 @@ class ResponseStore:
 
 
 def not_reachable() -> ApiError:
-    """Return the error for what is stored where nothing answers now."""
+    """Return the error, a 503, for responses and conversations whose store does not answer now."""
     return unavailable(
         "Responses and conversations cannot be reached right now.", code="unavailable", retry_after_s=5.0
     )

@@ -19,7 +19,8 @@ MAX_STEPS_BACK = 8  # tokens that a cut may move back to reach a whole character
 
 @dataclass(frozen=True, slots=True)
 class Splice:
-    """A division of the request's text into a first part, whose stored ids are used, and `rest`, which is tokenized."""
+    """A division of the request's text into a first part, for which the stored ids of a recorded answer and its prompt
+    are used, and `rest`, which is tokenized."""
 
     kept_tokens: int  # number of the answer's tokens that are kept
     rest: str
@@ -27,7 +28,8 @@ class Splice:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A recorded answer to the first `turn` messages of the chat. messages[turn] may be that answer."""
+    """A recorded answer to the first `turn` messages of the chat, which the request may continue. messages[turn] may be
+    that answer."""
 
     turn: int
     answer: RecordedAnswer
@@ -171,7 +173,7 @@ def _text_of(tokenizer: TextTokenizer, token_id: int) -> str:
 
 
 def common_chars(a: str, b: str) -> int:
-    """Return the length of the longest common beginning."""
+    """Return how many characters two texts have in common at their beginnings."""
     low, high = 0, min(len(a), len(b))
     while low < high:
         middle = (low + high + 1) // 2

@@ -83,8 +83,8 @@ async def read_body(request: Request, *, max_bytes: int) -> bytes:
 
 
 async def read_bytes(request: Request, *, max_bytes: int) -> bytes:
-    """Read a body of any type, and decompress it. max_bytes: bounds it as sent and decompressed. Raises ApiError or
-    ClientGone."""
+    """Read a body of any type, and decompress it. max_bytes: the most that it may have, as sent and also once
+    decompressed. Raises ApiError, or ClientGone."""
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and (len(declared) > 15 or int(declared) > max_bytes):
         raise _too_large(max_bytes)

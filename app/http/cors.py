@@ -11,7 +11,8 @@ EXPOSED_HEADERS = (
 
 
 def cors_options(origins: Sequence[str]) -> dict[str, Any]:
-    """Return the arguments of Starlette's CORSMiddleware. origins: of the pages, or `*`."""
+    """Return the arguments of Starlette's CORSMiddleware. origins: those of the pages whose scripts may call this
+    server; `*`: any."""
     return {
         "allow_origins": origins,
         "allow_methods": ["GET", "POST", "PATCH", "DELETE"],

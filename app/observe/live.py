@@ -218,8 +218,9 @@ class Watcher:
 async def events(
     live: Live, watcher: Watcher, *, is_open: Callable[[], bool]
 ) -> AsyncGenerator[tuple[str, object], None]:
-    """Yield (name, data): `turns` with the answers that have begun since the previous `turns` event, and `state` once a
-    period while the server's state changes. Ends when `is_open()` is false."""
+    """Yield (name of the event, its data): `turns` with the answers that have begun since the previous `turns` event,
+    and `state` with the server's state: every PERIOD_S until LINGER_S after its last change, then every IDLE_S. Ends
+    when `is_open()` is false."""
     due_s = time.monotonic()
     sent: dict[str, Any] = {}
     sent_s = changed_s = -math.inf
@@ -239,7 +240,8 @@ async def events(
 
 
 def snapshot(engine: EnginePort, *, tenant: str, sees_all: bool) -> dict[str, Any]:
-    """Return the part of the engine's heartbeat that a tenant may see."""
+    """Return the part of the engine's last heartbeat that a tenant may see. sees_all: whether it may see all tenants'
+    data."""
     stats, model = engine.stats, engine.model
     shown: dict[str, Any] = {
         "engine": str(engine.state),

@@ -45,7 +45,7 @@ class Places:
         self._endings = deque((clock(),), RATE_WINDOW)
 
     def places_of(self, tenant: str) -> int:
-        """Return how many places a tenant may hold."""
+        """Return the most places that a tenant may hold."""
         return min(self._limits(tenant).requests or self.tenant_places, self.places)
 
     def request(self, tenant: str) -> None:

@@ -122,12 +122,12 @@ class HeldHere:
 
 
 def excess_of(kept: list[SessionInfo], limits: KeyLimits) -> str:
-    """Describe how the sessions `kept` by one tenant exceed its quotas, in number or bytes; empty if they do not."""
+    """Say how the sessions that a tenant has exceed its quotas, in number or in bytes of KV; empty if they do not."""
     return excess(len(kept), sum(map(_size, kept)), limits)
 
 
 def excess(sessions: int, size_bytes: int, limits: KeyLimits) -> str:
-    """Return how the given sessions and bytes exceed the limits; empty if they do not."""
+    """Say how a number of sessions, or the bytes of their KV, exceed a key's limits; empty if they do not."""
     if limits.sessions and sessions > limits.sessions:
         return f"{sessions} conversations, of at most {limits.sessions}"
     if limits.cache_bytes and size_bytes > limits.cache_bytes:

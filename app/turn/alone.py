@@ -10,7 +10,7 @@ from reprise.engine.messages import ModelInfo, Submit
 
 
 class LoneTurn:
-    """The hooks of a turn that only the engine handles."""
+    """The hooks of a turn in which no other server has a part."""
 
     is_new = True
     is_counted = False

@@ -5,7 +5,8 @@ from reprise.engine.messages import salt_of
 
 
 def domain_of(tenant: str, salt: str) -> str:
-    """Return the domain of a tenant's requests. salt: as the engine has it (`reprise.engine.messages.salt_of`)."""
+    """Return the domain of a tenant's requests with this salt: the name under which their transcripts are kept apart
+    from others. salt: what `reprise.engine.messages.salt_of` returns."""
     return f"{tenant}/{salt}" if salt else tenant
 
 

@@ -162,7 +162,7 @@ class Generation(AsyncIterator[Delta]):
         return delta
 
     async def aclose(self) -> None:
-        """End the generation and record what was generated so far. Idempotent."""
+        """End the generation: abort what the engine has not finished, and record what it has generated. Idempotent."""
         if self._closed:
             return
         self._closed = True

@@ -11,8 +11,9 @@ _Item = Delta | Exception | None
 
 
 class ManyPrompts(AsyncIterator[Delta]):
-    """An iterator over the deltas of several generations, with their choices numbered consecutively. The first error
-    ends them all. Close it."""
+    """An iterator over the deltas of several generations, with their choices numbered consecutively. It raises the
+    first error of any of them. Close it afterwards, also if it was not iterated to its end: `aclose` ends all
+    generations."""
 
     def __init__(self, generations: Sequence[Generation]) -> None:
         self.generations = generations

@@ -114,7 +114,7 @@ class Deltas(Protocol):
 
 
 class Frames(Protocol):
-    """An encoder of a generation as complete events of one streaming protocol, such as chat or responses. Any of its
+    """An encoder of an answer's stream as complete events of one API, such as chat completions or responses. Any of its
     methods may return no bytes."""
 
     @property
@@ -149,7 +149,7 @@ class TurnHooks(Protocol):
 
     @property
     def can_move(self) -> bool:
-        """Whether another server of the fleet would continue this turn if this server gave it up, as while it
+        """Whether another server of the fleet would continue this turn if this server stopped it, as it does while it
         drains."""
         ...
 

@@ -278,7 +278,7 @@ def _wanted(request: GenerationRequest, tools: dict[str, dict[str, Any]], *, par
 
 
 def plain_parser(wanted: Wanted) -> AnswerParser:
-    """Return a parser for text without calls and thoughts."""
+    """Return a parser of answers in which nothing is a call or a thought: all text is content."""
     return AnswerParser(wanted, calls=None, thoughts=None, in_thought=False)
 
 

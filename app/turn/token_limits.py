@@ -9,8 +9,8 @@ from reprise.engine.messages import ModelInfo
 
 @dataclass(frozen=True, slots=True)
 class TokenLimits:
-    """The limits of prompts and answers, in tokens. truncates: whether a full window drops the earliest history; else
-    it refuses the prompt and ends the answer."""
+    """The limits of prompts and answers, in tokens. truncates: whether the earliest history is dropped when the window
+    is full; otherwise a prompt that does not fit is refused, and an answer ends at the window's end."""
 
     window: int  # the model's window
     truncates: bool
@@ -42,8 +42,8 @@ def answer_limit(asked: int | None, *, room: int, window: int, beyond_window: in
     the request asks for, or None.
 
     beyond_window: 0 if a full window ends the answer. Otherwise history is dropped to make room: a request may ask for
-    up to `beyond_window` tokens, and one that asks for nothing gets `room` or an eighth of the window, whichever is
-    more.
+    up to `beyond_window` tokens, or `room` if that is more, and one that asks for nothing gets `room` or an eighth of
+    the window, whichever is more.
     """
     if not beyond_window:
         return min(asked or room, room)

@@ -52,7 +52,8 @@ def _tables(result: dict[str, Any]) -> list[str]:
 
 
 def section(result: dict[str, Any], machine: str) -> list[str]:
-    """Return the lines of a section of docs/results/speed.md."""
+    """Return the lines of the section of docs/results/speed.md about packed weights on CPU. machine: a line on where
+    and when the result was measured."""
     return titled(
         "Packed weights on CPU, beside llama.cpp",
         "![TPOT by streams and context](packed.png)",

@@ -35,7 +35,8 @@ def _rows(result: dict[str, Any]) -> Iterator[list[object]]:
 
 
 def section(result: dict[str, Any], machine: str) -> list[str]:
-    """Return the lines of a section of docs/results/speed.md."""
+    """Return the lines of the section of docs/results/speed.md about drafts. machine: a line on where and when the
+    result was measured."""
     settings = result["settings"]
     return titled(
         "Drafts from the past",

@@ -29,7 +29,8 @@ def draw(result: dict[str, Any], out: Path) -> None:
 
 
 def section(result: dict[str, Any], machine: str) -> list[str]:
-    """Return the lines of a section of docs/results/speed.md."""
+    """Return the lines of the section of docs/results/speed.md about KV pages in int8. machine: a line on where and
+    when the result was measured."""
     settings, answers, sizes = result["settings"], result["answers"], result["bytes_per_token"]
     rows = [("a token behind", row["streams"], row["context"], row) for row in result["decoding"]]
     rows += [("a prompt", 1, row["tokens"], row) for row in result["prompts"]]

@@ -60,7 +60,8 @@ def _bars(axis: Axes, perplexity: dict[str, Any]) -> None:
 
 
 def section(result: dict[str, Any], machine: str) -> list[str]:
-    """Return the lines of a section of docs/results/texts.md."""
+    """Return the lines of the section of docs/results/texts.md about conversations that outgrow the window. machine: a
+    line on where and when the result was measured."""
     parts = result["parts"]
     endless, perplexity, names = (parts[name] for name in ("endless", "perplexity", "retrieval"))
     turns = [

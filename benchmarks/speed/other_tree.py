@@ -103,7 +103,7 @@ async def converse(server: ServerProcess, arm: str, start: int, round_: int) -> 
 
 
 def agent_tools() -> list[dict[str, Any]]:
-    """Return tools as agents send them: each has a description and four arguments."""
+    """Return tools as a coding agent sends them. Each has a description and four arguments."""
     rng = random.Random("other_tree/tools")
     tools = []
     for number in range(TOOLS):

@@ -8,7 +8,7 @@ from reprise.loadgen.sim.turn import LiveTurn
 
 class RunningTurns:
     """The turns of a SimulatedServer's batch, each with the decode step at which its answer ends or its window is full.
-    Pure."""
+    Counts steps and tokens only; it knows no time and no tiers."""
 
     def __init__(self) -> None:
         self.context_sum = 0  # tokens of all their contexts

@@ -49,7 +49,7 @@ class File:
     digest: str
 
     def etag(self, *, is_small: bool) -> str:
-        """Return the name of this version, which differs with its encoding."""
+        """Return the ETag: a name of this content as it is sent, so the compressed form has another one."""
         return f'"{self.digest}-gzip"' if is_small else f'"{self.digest}"'
 
 
@@ -83,7 +83,8 @@ PATHS = {
 
 
 def find(path: str) -> File | None:
-    """Return the file of a path. A page that was opened before the server was updated gets the files of now."""
+    """Return the file at a path; None if there is none. A path of an older version, as in a page that was opened before
+    the server was updated, gives the present file."""
     return PATHS.get(ANY_VERSION.sub("/page/", path))
 
 

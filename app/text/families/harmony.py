@@ -22,7 +22,8 @@ _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([^\s<]+)")
 
 @dataclass(frozen=True, slots=True)
 class HarmonyCalls:
-    """The shape of a call in a channel. Only `HarmonyParser` reads it."""
+    """The form of calls in OpenAI's harmony format, where a call is a message in a channel. Its `reader` reads nothing:
+    `HarmonyParser` parses these calls."""
 
     @property
     def openings(self) -> tuple[str, ...]:

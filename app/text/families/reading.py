@@ -174,7 +174,7 @@ class Steps(ABC):
 
 
 class Skip:
-    """A reader of a literal that is markup and no call."""
+    """A reader of a given text that belongs to the markup of calls without being a call. It reads no call."""
 
     def __init__(self, literal: str) -> None:
         self._literal = literal
@@ -184,7 +184,7 @@ class Skip:
 
 
 class JsonEnd:
-    """A finder of the end of a JSON object or list that comes in pieces."""
+    """A finder of the end of a JSON object or list whose text comes in pieces."""
 
     def __init__(self) -> None:
         self._depth, self._in_string, self._escaped = 0, False, False

@@ -14,8 +14,9 @@ _TYPES: dict[type, str] = {bool: "boolean", int: "integer", float: "number", dic
 
 
 class ArgumentTypes:
-    """The types of one tool's arguments. A schema that many others refer to is read once, so that the time for all
-    arguments together grows with the size of the tool's schema, whatever its references do."""
+    """The types of one tool's arguments, read from its JSON schema. A part of the schema that many others refer to is
+    read once, so the time for all arguments together grows only with the size of the schema, however its references
+    lead."""
 
     def __init__(self, schema: dict[str, Any]) -> None:
         root = resolved(schema, schema)
@@ -72,7 +73,7 @@ def _type_of(value: object) -> str:
 
 
 def json_of(text: str, kind: Kind, types: frozenset[str]) -> str:
-    """Return the JSON of an argument's text."""
+    """Return an argument's text as JSON. kind, types: as `ArgumentTypes.kind_of` returns them."""
     if kind != "string":
         bare = text.strip()
         bare = _PYTHON.get(bare, bare)
