@@ -22,7 +22,7 @@ class EarlyLoads:
         self._sequences.add(sequence)
 
     def start(self, sequence: Sequence) -> None:
-        """Remove a sequence that starts to run, with its pages."""
+        """Remove a sequence because it starts to run. It keeps its pages."""
         self._sequences.remove(sequence)
 
     def withdraw(self, sequence: Sequence) -> None:

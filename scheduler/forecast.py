@@ -29,8 +29,8 @@ class Forecast:
 
     def opens_s(self, running: Items[Sequence], free_places: int) -> list[float]:
         """Return when each place in the batch is expected to be free, in seconds from now, ascending. Places that are
-        free now come first. They count from the end of the running sequences' prompts, because a request gains nothing
-        from a place before that."""
+        free now come first, with the time at which the running sequences' prompts will be computed: a request gains
+        nothing from a place before that."""
         step_s = self._cost.seconds(StepWork().plus_rows([len(sequence.token_ids) for sequence in running]))
         prompts = StepWork()
         for sequence in running:

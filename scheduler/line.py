@@ -43,10 +43,10 @@ class Change(NamedTuple, Generic[T]):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Line(Generic[T]):
-    """An immutable order of waiting sequences, next first, each once. After an event the object that keeps the line
-    (the owner) makes the next line from the last, with the next version. So two lines of one owner with the same
-    version are equal, and a caller that keeps the line it saw last asks `since` for what is new. Making and comparing
-    lines costs O(members), but by slices of tuples, not member by member."""
+    """An immutable order of waiting sequences, next first, each once. When the order may have changed, its owner (such
+    as a queue) makes a new line from its last one, with the next version. So two lines of one owner with the same
+    version are equal. A caller keeps the line that it was given, and later asks a newer one what has changed:
+    `new.since(old)`. Making and comparing lines costs O(members), but by slices of tuples, not member by member."""
 
     version: int = 0
     members: tuple[T, ...] = ()

@@ -28,10 +28,10 @@ class LoadParts:
 
 
 class LoadAhead:
-    """A starter of early loads, which bring the KV of requests that still wait. While running requests take all places
-    in the batch or all of the step, it gives pages in HBM to the next waiting requests as soon as their pages fit. They
-    give them back where running requests need the room. Single-threaded, part of the Scheduler. A policy may bring
-    another one (`Policy.load_ahead`)."""
+    """A starter of early loads: loads of KV for requests that still wait. While running requests take all places in the
+    batch or the whole budget of the step, it gives pages in HBM to the next waiting requests as soon as HBM has room.
+    These requests lose the pages when running requests need them. Single-threaded, part of the Scheduler. A policy can
+    replace it (`Policy.load_ahead`)."""
 
     def __init__(self, parts: LoadParts) -> None:
         self._cache, self._waiting, self._early, self._limits = parts.cache, parts.waiting, parts.early, parts.limits

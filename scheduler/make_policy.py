@@ -25,9 +25,9 @@ POLICIES = ("due", "car", "fcfs")
 def make_policy(
     name: str, *, cache: CacheView, predictor: LengthPredictor, patience: float, window: int, scores: bool
 ) -> Policy:
-    """Return the policy with this name, one of POLICIES. patience: of `due`, see `DueQueue`. window: places in the
-    window of `car`. scores: whether `car` tells the cache which requests need their KV soon. Raises ValueError if no
-    policy has this name."""
+    """Return the policy with this name, one of POLICIES. patience: for `due`, how many seconds of waiting a second of
+    work is worth. window: for `car`, how many requests its window has. scores: whether `car` tells the cache which
+    requests need their KV soon. Raises ValueError if no policy has this name."""
     if name == "due":
         shares = FairShare(cost=partial(cost_of, cache=cache, predictor=predictor))
         queue = DueQueue(cache=cache, shares=shares, patience=patience)

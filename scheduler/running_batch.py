@@ -66,8 +66,9 @@ class RunningBatch:
 
     def place(self, sequence: Sequence, budget: StepBudget) -> int | None:
         """Reserve room in HBM for a waiting sequence's first chunk, or extend the room that its early load already has.
-        Return for how many tokens after the computed ones it has room; 0 if the step is full, None if HBM is full. In
-        both cases nothing changes, except that other waiting sequences may have lost the pages of their early loads."""
+        Return for how many tokens after the computed ones it has room; 0 if the step's budget is spent, None if HBM is
+        full. In these two cases nothing has changed, except that other waiting sequences may have lost the pages of
+        their early loads."""
         while sequence in self._early:
             wanted = self._chunk_tokens(budget, sequence.pending_tokens, sequence.computed_tokens)
             if not wanted or self._cache.grow(sequence.request_id, wanted):

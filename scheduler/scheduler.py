@@ -30,13 +30,18 @@ class QueueFull(Exception):
 class Scheduler:
     """A scheduler with continuous batching and chunked prefill, under a budget of tokens or of time per step.
 
-    Every step decodes all running sequences, then spends the rest of the budget on prompts: first of running sequences,
-    then of waiting ones in the order of `queue`. When HBM is full, the sequence that arrived last is preempted and
-    waits ahead of the queue; if places are shared fairly, that is the last one of the tenants with the most running.
-    What it computed stays cached (`RunningBatch`). While all places in the batch are taken, the next waiting sequences
-    get pages early, so that their KV is loaded while others run (`LoadAhead`); they give the pages back when running
-    sequences need them. If places are shared fairly, a tenant that has nothing running does not wait until another's
-    requests have ended (`GivingWay`). Pure: single-threaded, no clock of its own.
+    Every step computes one token of each decoding sequence, then spends the rest of the budget on prompts: first of
+    running sequences, then of waiting ones in the order of `queue`.
+
+    When HBM is full, a running sequence is preempted: the one that arrived last. It starts again before all sequences
+    in the queue, and the KV that it has computed stays cached as long as there is space. With `Policy.fair_places`, the
+    preempted sequence is instead the latest arrival among the sequences of those tenants that have the most sequences
+    running. A tenant that has nothing running then does not wait until the requests of other tenants have ended
+    (`GivingWay`).
+
+    While the batch or the step is full, the next waiting sequences get pages early, so that their KV is loaded while
+    others run (`LoadAhead`). They lose these pages when running sequences need them. Pure and single-threaded; the caller passes
+    the time.
     """
 
     def __init__(
@@ -99,7 +104,7 @@ class Scheduler:
 
     @property
     def fair_preemptions(self) -> int:
-        """Number of preemptions for the sake of another tenant."""
+        """Number of preemptions that made room for a tenant that had nothing running."""
         return self._giving_way.preemptions
 
     @property
@@ -115,8 +120,8 @@ class Scheduler:
         return sequence in self._early
 
     def upcoming(self) -> Line[str]:
-        """Return the ids of waiting requests in the order in which they need their KV, next first. The cache plans by
-        this order."""
+        """Return the ids of waiting requests in the order in which they need their KV, next first. The
+        cache plans its fetches and evictions by this order."""
         waiting = self._waiting
         if not (waiting.count or waiting.seen.members):
             return waiting.seen  # none waits, and none did at the last call
@@ -139,7 +144,8 @@ class Scheduler:
         self._waiting.add(sequence)
 
     def completed(self, sequence: Sequence) -> None:
-        """Learn from a sequence whose answer has ended by itself. Call it before `remove`."""
+        """Learn the answer's length from a sequence that has ended by itself, not by being aborted. Call it before
+        `remove`."""
         self._forecast.completed(sequence)
 
     def remove(self, sequence: Sequence) -> None:
@@ -192,7 +198,8 @@ class Scheduler:
         )
 
     def prompt_s(self, sequence: Sequence, num_read: int) -> float:
-        """Return about how long computing the prompt takes after its first `num_read` tokens, if it is alone."""
+        """Return about how many seconds it takes to compute the prompt without its first `num_read` tokens, if nothing
+        else runs."""
         num_tokens = sequence.prompt_tokens - num_read
         return prompt_s(self.cost, num_tokens, num_read, step_tokens=self._step_tokens(sequence))
 
@@ -203,8 +210,8 @@ class Scheduler:
         return max(0, sequence.prompt_tokens - found.missing_tokens), found.exposed_s
 
     def places(self) -> dict[str, int]:
-        """Return how many others are ahead of each waiting sequence, by its request id. A starved request, though it
-        starts first, counts at its place in the queue."""
+        """Return how many others are ahead of each waiting sequence, by its request id. A starved request (its
+        tenant has nothing running) starts before the queue, but is counted at its place in it."""
         line = self._waiting.front(self._waiting.count)
         return {sequence.request_id: place for place, sequence in enumerate(line)}
 

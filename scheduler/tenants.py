@@ -53,16 +53,17 @@ class Tenants:
         return self._running[sequence.tenant] > 1
 
     def several(self, now: float) -> bool:
-        """Return whether places in the batch are shared fairly and, lately or running now, more than one tenant has
-        requests."""
+        """Return whether more than one tenant has a sequence running or has sent one in the last 10 seconds. Always
+        False without `fair_places`."""
         if not self._fair_places:
             return False
         lately = {tenant for tenant, arrived_s in self._arrivals if now - arrived_s < _LATELY_S}
         return len(lately.union(self._running)) > 1
 
     def least_to_do_first(self, sequences: list[Sequence]) -> list[Sequence]:
-        """Sort sequences by how many their tenants have running, then by how many those have running or waiting, fewest
-        first. Equal ones keep their order. Without `fair_places` all do."""
+        """Return the sequences, those of tenants with the fewest running sequences first; between equals, those of
+        tenants with the fewest running or waiting ones. Other ties keep their order, as do all sequences without
+        `fair_places`."""
         if not self._fair_places:
             return sequences
         return sorted(sequences, key=lambda s: (self._running[s.tenant], self._present[s.tenant]))

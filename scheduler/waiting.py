@@ -73,8 +73,7 @@ class Waiting:
         return [*self.resumed, *self.queue.upcoming().members[:count]][:count]
 
     def last_of(self, sequences: Container[Sequence]) -> Sequence:
-        """Return the one of `sequences` that would start last, among those of them that wait. At least one has to
-        wait."""
+        """Return that waiting sequence in `sequences` which would start last. At least one of them has to wait."""
         in_order = chain(reversed(self.queue.upcoming().members), reversed(self.resumed))
         return next(sequence for sequence in in_order if sequence in sequences)
 

@@ -23,8 +23,8 @@ class _Look(NamedTuple):
 
 
 class DueQueue:
-    """Orders the requests of a tenant by `due = arrival + patience * work / weight`, the least first. Tenants share by
-    start-time fair queueing (`FairShare`).
+    """Orders the requests of a tenant by `due = arrival + patience * work / weight`, the least first. Between
+    tenants, start-time fair queueing decides (`FairShare`).
 
     Work is the seconds that a request would take alone until its first token: to compute what no tier holds, and the
     part of its load that computing does not hide. So `patience` says how many seconds of waiting one second of work is
@@ -48,7 +48,8 @@ class DueQueue:
     policy = "due"
 
     def __init__(self, *, cache: CacheView, shares: FairShare, patience: float) -> None:
-        """patience: seconds of waiting for a second of work, at least 0."""
+        """Set up. shares: decides between tenants. patience: how many seconds of waiting a second of work is worth, at
+        least 0."""
         self._cache, self._shares, self._patience = cache, shares, patience
         self._looks: dict[Sequence, _Look] = {}  # the one looked at longest ago is first
         self._last_starts: list[tuple[float, int, Sequence]] = []  # those that can make their target, by `last_start_s`

@@ -21,35 +21,38 @@ class _Waiting:
     sequence: Sequence
     number: int  # counts arrivals
     cost: float  # tokens over the weight of the request
-    place: float  # by which the requests of its tenant are ordered
+    place: float  # the key by which the requests of its tenant are ordered
 
 
 @dataclass(slots=True)
 class _Tenant:
-    served: float = 0.0  # virtual time at which its next request may start
+    served: float = 0.0  # its virtual clock, which is the virtual start of its next request
     waiting: list[tuple[float, int, _Waiting]] = field(default_factory=list)
     starts: list[tuple[float, int, Sequence]] | None = None  # virtual start times of `waiting`; None: not yet computed
 
 
 class FairShare:
-    """A start-time fair queue over tenants. Each tenant has a virtual clock, which counts the tokens that it was
-    served. The common clock stands at the virtual start of the request that went last. How far a tenant's clock is
-    ahead of the common clock is the tenant's deficit.
+    """A start-time fair queue over tenants: tenants that have requests waiting get equal shares of the tokens that the
+    model computes.
 
-    When a request starts, its tenant's clock advances by cost / weight of the request. The request with the earliest
-    virtual start goes first. So tenants with work get equal shares in tokens, and the request of a tenant that comes
-    seldom is next. A tenant's clock that shows less than the common clock is set to the common clock, so that a tenant
-    gains no claim while it has no requests. The cost is first charged as expected, and corrected at the end of the
-    request. Within a tenant, requests start in ascending order of `place`, a number that the caller gives each.
+    Each tenant has a virtual clock, in weighted tokens. When one of its requests starts, this clock advances by the
+    request's cost divided by its weight. The cost is first the expected number of tokens, and is corrected when the
+    request has ended. A request's virtual start is what its tenant's clock will show once that tenant's requests before
+    it have started. The request with the earliest virtual start goes first. Within a tenant, requests start in
+    ascending order of `place`, a number that the caller gives each.
 
-    An arrival or a departure costs work for one tenant's requests alone. The order over all tenants is merged anew when
-    it is asked for after a change. In a long line, the merged order may be a few steps old after a request has ended;
-    the choice of the next request does not use it.
+    A common clock shows the earliest virtual start that there was when a request last started; it never goes back.
+    A tenant that had no requests waiting and gets one has its clock set forward to the common clock, if it is behind.
+    So a tenant saves up no claim while it has no requests, and a request of a tenant that comes seldom starts soon.
+
+    Adding or removing a request costs time for its tenant's requests alone. `first` is always exact. `upcoming` sorts
+    the requests of all tenants after a change. If the change was only a new `place` or a corrected cost, and 128 or
+    more requests wait, it may return the earlier order for some more steps (one for each 128 requests).
     """
 
     def __init__(self, *, cost: Cost) -> None:
         self._cost = cost
-        self._now = 0.0  # virtual: the start of the request that went last
+        self._now = 0.0  # the common clock: the earliest virtual start when a request last started
         self._arrivals = 0
         self._tenants: dict[str, _Tenant] = {}
         self._entries: dict[Sequence, _Waiting] = {}
@@ -73,8 +76,8 @@ class FairShare:
         self._is_current = False
 
     def move(self, sequence: Sequence, place: float) -> None:
-        """Change a waiting request's `place`, the key by which its tenant's requests start. In a long line, `upcoming`
-        may show the order before this for a few steps."""
+        """Change a waiting request's `place`, the key by which its tenant's requests start. If 128 or more requests
+        wait, `upcoming` may return the order before this change for some more steps."""
         entry = self._entries[sequence]
         self._leave(entry)
         self._enter(replace(entry, place=place))
@@ -86,7 +89,7 @@ class FairShare:
         self._settle(sequence.tenant, 0.0)
 
     def take(self, sequence: Sequence) -> None:
-        """Remove a request that starts, and charge its tenant the expected cost."""
+        """Remove a request because it starts, and advance its tenant's virtual clock by the expected cost."""
         entry = self._entries.pop(sequence)
         # A request that starts out of turn does not move the common time past those that wait for theirs.
         self._now = max(self._now, min(tenant.served for tenant in self._tenants.values() if tenant.waiting))
@@ -104,8 +107,8 @@ class FairShare:
             self._line, self._is_current = self._line.followed_by(order[:index] + order[index + 1 :]), True
 
     def finished(self, sequence: Sequence) -> None:
-        """Replace the charge of a request that has ended by its true cost. Ignores requests that `take` never
-        charged."""
+        """Correct the virtual clock of a request's tenant: replace the cost that `take` expected by the true one,
+        because the request has ended. Ignores requests that never started."""
         charged, was_current = self._charged.pop(sequence, None), self._is_current
         if charged is not None:
             self._settle(sequence.tenant, max(1.0, self._cost(sequence)) / sequence.weight - charged)
@@ -121,7 +124,8 @@ class FairShare:
         return min((tenant.served, *tenant.waiting[0][1:]) for tenant in tenants)[2].sequence
 
     def upcoming(self) -> Line[Sequence]:
-        """Return the requests in the order in which they would start if nothing else happened."""
+        """Return the waiting requests in the order in which they would start if no other came and no cost were
+        corrected. The order may be some steps old, as the class says."""
         if not self._is_current:
             starts: list[tuple[float, int, Sequence]] = []
             for tenant in self._tenants.values():
@@ -138,7 +142,7 @@ class FairShare:
                 self._is_current = False
 
     def _may_wait(self) -> bool:
-        """Whether a line that was current passes for that although an order in it has changed."""
+        """Return whether the line, if it is current, may be used for some more steps although its order has changed."""
         return self._is_current and len(self._entries) >= _PER_STEP
 
     def _starts(self, tenant: _Tenant) -> list[tuple[float, int, Sequence]]:
@@ -165,7 +169,7 @@ class FairShare:
         """Advance a tenant's virtual clock (the weighted tokens it was charged) by `cost`, which may be negative, and
         mark the order over all tenants as changed."""
         if not (self._entries or self._charged):
-            self._tenants, self._now, self._is_current = {}, 0.0, False  # no tenant has a deficit
+            self._tenants, self._now, self._is_current = {}, 0.0, False  # no tenant is ahead of another
             return
         tenant = self._tenants[name]
         tenant.served = max(tenant.served + cost, self._now)
