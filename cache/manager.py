@@ -233,7 +233,8 @@ class CacheManager:
         self._loads.failed[request_id] = None
 
     def take_moves(self) -> list[Move]:
-        """Return the moves decided since the last call, to be carried out in this order before the next step."""
+        """Return the moves that were decided and that no earlier call has returned. They are to be carried out in this
+        order, before the next step."""
         orders = self.tiers.orders
         return orders.take() if orders.moves else []
 
@@ -277,7 +278,8 @@ class CacheManager:
         return self.tiers.pages.num_pages * self.page_size
 
     def borrow(self, num_pages: int) -> list[int] | None:
-        """Return pages for the engine's own use, until `give_back`; None if there is no room."""
+        """Return pages that belong to no context, for the engine's own use until `give_back`; None if HBM has no room
+        for them."""
         return self.tiers.hbm.borrow(num_pages)
 
     def give_back(self, pages: Sequence[int]) -> None:
@@ -286,7 +288,8 @@ class CacheManager:
 
     @property
     def reached(self) -> tuple[int, int]:
-        """The numbers of leading (DRAM slots, HBM pages) that may have been used; none after these ever was."""
+        """(number of DRAM slots, number of HBM pages), each counted from the first to the last that was ever taken. The
+        memory after these has never been used."""
         return self.tiers.dram.rows.reached, self.tiers.pages.reached
 
     def pages_are_ready(self, num_pages: int) -> None:

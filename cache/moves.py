@@ -108,7 +108,8 @@ class FetchBlocks:
 
 @dataclass(frozen=True, slots=True)
 class FillFromSlot:
-    """Copy the first rows of one DRAM slot to another, because a new block begins with the rows of an older one."""
+    """Copy the first `num_rows` rows of one DRAM slot to another, because a new block begins with the rows of an older
+    one."""
 
     source_slot: int
     slot: int
@@ -444,6 +445,6 @@ class Orders:
         self.moves.append(move)
 
     def take(self) -> list[Move]:
-        """Return the moves added since the last call."""
+        """Return the moves that no earlier call has returned, in the order in which they were added."""
         moves, self.moves = self.moves, []
         return moves

@@ -54,12 +54,14 @@ class SessionDeletions:
         return name in self._deleting
 
     def delete(self, tenant: str, session_id: str, waiter: str) -> str | None:
-        """Remove the sessions of this id, whatever their salts, from every tier, with the blocks that only they own.
-        `take_ended` returns `waiter`, the id of the client's request, when all of the bytes are gone. The copies of
-        other servers in Redis are deleted too, even of a session that is not known here. If the disk has not answered
-        since the start, the answer is `undeleted`, and what it has of these sessions is deleted once it answers.
-        Returns None, or why nothing is deleted: `not_found`, or `busy` while a request of the session runs or another
-        request waits for its deletion."""
+        """Begin to delete a tenant's sessions of this id, with any salt, from every tier, with the blocks that only
+        they own. Copies in Redis that other servers wrote are deleted too, even of a session that is not known here.
+        waiter: id of the client's request, which `take_ended` returns when the deletions have ended.
+
+        Returns None if they have begun. Otherwise nothing is deleted, and the result says why: `not_found`, or `busy`
+        while a request of such a session runs or waits, or another request waits for its deletion. If the disk has not
+        answered since the start, what it has of these sessions is deleted once it answers.
+        """
 
         def named(names: Iterable[SessionName]) -> list[SessionName]:
             return [name for name in names if (name[0], name[2]) == (tenant, session_id)]
@@ -89,14 +91,14 @@ class SessionDeletions:
         self._unseen = {}
 
     def take_unseen(self) -> set[tuple[str, str]]:
-        """Return the sessions (tenant, session id) that were to be deleted while it was unknown what lies on the disk.
-        That ends now, because the disk has answered."""
+        """Note that the disk has answered, so that its contents are known from now on. Returns the sessions (tenant,
+        session id) that were to be deleted before."""
         unseen, self._unseen = self._unseen or {}, None
         return set(unseen)
 
     def _note_unseen(self, tenant: str, session_id: str) -> bool:
-        """Note that what the disk may have of these sessions is to be deleted when it is taken. Returns whether it is
-        not known what it has."""
+        """Note that what the disk has of these sessions is to be deleted once it answers. Returns False, and does
+        nothing, if it has answered already."""
         if self._unseen is None:
             return False
         self._unseen[tenant, session_id] = None
@@ -105,8 +107,8 @@ class SessionDeletions:
         return True
 
     def take_ended(self) -> list[tuple[str, str | None]]:
-        """Return the requests whose deletions have all ended since the last call, and what went wrong: `undeleted` if
-        bytes may remain, or `not_found`."""
+        """Return (request, problem) for each waiting request whose deletions have all ended, and forget it. problem:
+        `undeleted` if bytes may remain, `not_found`, or None if all bytes are gone."""
         disk, redis = self._tiers.disk, self._tiers.redis
         for waiter, is_done in disk.ended_deletions:
             wait = self.waits[waiter]

@@ -100,14 +100,15 @@ class SessionStore:
         self._tiers.writes.session_changed(name)
 
     def prefetch(self, name: SessionName, now: float) -> None:
-        """Note that a client has announced a turn of a session. LookAhead fetches it into DRAM when it can."""
+        """Note that a client has announced a turn of a session. LookAhead fetches the session's KV into DRAM later,
+        when the disk and Redis have nothing more urgent to do."""
         self._tiers.announced.add(name, now)
 
     # --- a turn ends --------------------------------------------------------------------------------------------------
 
     def remember(self, context: RequestContext, num_tokens: int, open_key: BlockKey | None, now: float) -> None:
-        """Record that a turn has ended and that its session's context is the first `num_tokens` tokens of `context`,
-        with the last rows in an open block."""
+        """Record that a turn has ended and that its session's context is now the first `num_tokens` tokens of
+        `context`. open_key: key of the open block, which has the last rows; None: there is none."""
         full = num_tokens // BLOCK_TOKENS
         name = context.session
         context.chain()
@@ -209,8 +210,8 @@ class SessionStore:
     # --- a session goes on elsewhere, or comes from there -------------------------------------------------------------
 
     def take_heads(self) -> list[HeadToTell]:
-        """Return the heads (records by which another server can take over a session) of sessions that had a turn or an
-        upload since the last call; none without Redis."""
+        """Return the heads (records by which another server can take over a session) of the sessions of which a turn or
+        an upload to Redis has ended since the last call of this method; none without Redis."""
         redis = self._tiers.redis
         uploaded = redis.uploaded
         if not (self._changed or uploaded):
@@ -274,8 +275,8 @@ class SessionStore:
         return row is not None and name in row.owners
 
     def take_adopted(self) -> list[tuple[str, str | None]]:
-        """Return the requests whose take-over of a session has ended since the last call, each with the reason if it
-        failed."""
+        """Return (request, reason) for each take-over of a session that has ended, and forget it. reason: `busy` or
+        `unavailable` if it has failed, otherwise None."""
         adopted, self._adopted = self._adopted, []
         return adopted
 
@@ -283,8 +284,9 @@ class SessionStore:
 
     def sweep(self, now: float, most: float = _SWEEP_BATCH) -> int:
         """Delete from every tier the sessions that were not used for their time to live, with the blocks that only they
-        own. Forget the oldest sessions if there are too many. Returns how many were removed. At most `most` expire; the
-        next sweep continues."""
+        own: at most `most` of them, the others in a later sweep. Besides, forget the sessions with the oldest use while
+        there are more than `max_sessions`. Returns how many sessions are gone; a deletion that has to wait for a copy
+        of its blocks is not counted."""
         before = len(self.contexts)
         forgotten: list[SessionName] = []
         over: list[SessionName] = []

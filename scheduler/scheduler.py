@@ -40,8 +40,9 @@ class Scheduler:
     (`GivingWay`).
 
     While the batch or the step is full, the next waiting sequences get pages early, so that their KV is loaded while
-    others run (`LoadAhead`). They lose these pages when running sequences need them. Pure and single-threaded; the caller passes
-    the time.
+    others run (`LoadAhead`). They lose these pages when running sequences need them.
+
+    Pure and single-threaded; the caller passes the time.
     """
 
     def __init__(

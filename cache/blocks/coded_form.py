@@ -31,10 +31,10 @@ class CodedForm:
         return may_be and "coded" not in row.copies and not row.is_below_dram
 
     def is_coded_below(self, row: BlockRow) -> bool:
-        """Return whether the copy that would be read from disk or Redis is compressed."""
+        """Return whether the block's copy on disk or, if there is none, in Redis is compressed."""
         address = row.copies.get("disk") or row.copies.get("redis")
         return self.is_used and address is not None and is_coded(address[0])
 
     def comes_coded(self, row: BlockRow) -> bool:
-        """Return whether HBM would load a compressed copy of the block."""
+        """Return whether a load of the block into HBM would read a compressed copy."""
         return row.source == "coded" if row.in_dram else self.is_coded_below(row)

@@ -100,7 +100,8 @@ class SessionContext:
         return sum(b - a for a, b in self.cuts)
 
     def pack(self) -> bytes:
-        """Encode the context for storage that outlives the process, on disk or in a head."""
+        """Encode the context for storage that outlives the process: on disk, or in a head, by which another server can
+        take over the session."""
         lineage = self.lineage
         fields = (
             tuple(lineage.keys),

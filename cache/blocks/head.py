@@ -16,7 +16,8 @@ _MAC_BYTES, _NAME_BYTES = 16, 16
 
 
 class SessionHead(msgspec.Struct, frozen=True, array_like=True):
-    """The contents of a head: a session after one of its turns, and the names of its extents in Redis."""
+    """The decoded contents of a head (the signed record by which another server takes over a session): the session
+    after one of its turns, and the names of its extents in Redis."""
 
     version: int
     turns: int
@@ -30,8 +31,9 @@ class SessionHead(msgspec.Struct, frozen=True, array_like=True):
 
 
 class HeadToTell(NamedTuple):
-    """A session's head (its context and its list of extents in Redis, signed) with the parts of it that can be read
-    without the key. It is to be stored outside of this process, where other servers find it."""
+    """A session's head, which is to be stored outside of this process so that another server can take over the session.
+    `signed` is the head itself: the session's context and the names of its extents in Redis, encoded and signed. The
+    other fields say, for the code that stores it, of which session and turn it is, and how many tokens are in Redis."""
 
     name: tuple[str, str, str]  # tenant, salt, session id
     turns: int

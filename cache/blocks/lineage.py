@@ -36,8 +36,8 @@ class Lineage:
         return self.keys[block - 1] if block else self.domain.root
 
     def is_moved(self, block: int) -> bool:
-        """Return whether a block of this lineage has other blocks before it now than when it was computed, because a
-        cut has dropped some."""
+        """Return whether a block of this lineage has other blocks before it now than when it was computed, because some
+        were cut or recalled since. block: its index."""
         return self.joint is not None and self.plain <= block < self.joint
 
     def first(self, count: int) -> "Lineage":

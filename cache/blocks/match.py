@@ -50,8 +50,8 @@ class MatchBasis(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RememberedMatch:
-    """A match that is valid until its `basis` changes; also until the measured speeds of loads and computing change, if
-    it was chosen by them."""
+    """A match and what it depends on. It is valid until its `basis` changes or, if measured speeds decided which blocks
+    are worth loading, until `Rates.version` is no longer `rates_version`."""
 
     basis: MatchBasis
     rates_version: int | None  # None: there was nothing to choose, so rates do not matter

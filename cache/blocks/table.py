@@ -169,7 +169,7 @@ class CacheTable:
         return row
 
     def moved(self) -> None:
-        """Increase the table's version, because a tier has changed an address of a row."""
+        """Increase the table's version, because a tier has changed the address of a block."""
         self.version += 1
 
     def forget(self, row: BlockRow) -> None:

@@ -118,8 +118,9 @@ class Lifecycle:
         Keeper.note_attention(self._running[request_id], shares)
 
     def take_failed(self) -> list[str]:
-        """Return the requests whose load failed since the last call. What they computed on it is void: call `void` for
-        each. When they are admitted again, they use what is left of their history."""
+        """Return the ids of the requests whose load has failed, each once. What they have computed with the loaded KV
+        is invalid: call `void` for each. When they are admitted again, they reuse what is still stored of their
+        history."""
         return self._loads.take_failed() if self._loads.failed else []
 
     def void(self, request_id: str) -> int:
@@ -137,8 +138,9 @@ class Lifecycle:
         return self._opener.shorten(context)
 
     def distrust(self, request_id: str) -> None:
-        """Hide a request's blocks from all requests, whichever computed them, because they gave an impossible result.
-        Requests that run on these blocks keep their pages, and publish nothing that depends on them."""
+        """Remove all blocks of a request's context from the table, whichever request computed them, because they gave
+        an impossible result: no request finds them any more. Running requests that share the first of these blocks keep
+        their pages, and none of the blocks that they still compute are published."""
         keys = self._running[request_id].chain()
         for key in keys:
             self._tiers.forget(key)

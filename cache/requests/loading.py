@@ -277,8 +277,8 @@ class Loads:
         return any(load.state is LoadState.RELEASED for load in self.under_way.values())
 
     def take_failed(self) -> list[str]:
-        """Return the requests whose load failed since the last call. What they computed on it is void
-        (`Lifecycle.take_failed`)."""
+        """Return the ids of the requests whose load has failed, each once. What they have computed with the loaded KV
+        is invalid (`Lifecycle.take_failed`)."""
         failed, self.failed = list(self.failed), {}
         return failed
 

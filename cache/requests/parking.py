@@ -55,8 +55,8 @@ class Parking:
         return self.is_on and num_tokens > self._whole_tokens
 
     def concerns(self, context: RequestContext, num_tokens: int) -> bool:
-        """Return whether this context would be larger than HBM with `num_tokens` more rows, or already is, so that
-        `Parking.grow` and not the HBM pool makes the room. context: one with pages."""
+        """Return whether a context that has pages is larger than HBM, or would be with `num_tokens` more rows. If so,
+        `Parking.grow` makes room for these rows, not the HBM pool."""
         return context is self.owner or self.needs(context.rows.computed + num_tokens)
 
     @property
@@ -66,23 +66,25 @@ class Parking:
         return self._waiting is not None and self._waiting[0] is self.owner
 
     def take_hopeless(self) -> list[str]:
-        """Return the requests that have waited for room too long since the last call. They cannot continue."""
+        """Return, each once, the ids of requests whose contexts are larger than HBM and have waited too long (30 s) for
+        DRAM slots or saves. The caller has to end them with an error."""
         hopeless, self.hopeless = list(self.hopeless), {}
         return hopeless
 
     # --- waiting contexts ---------------------------------------------------------------------------------------------
 
     def fetch(self, context: RequestContext) -> None:
-        """Order that a waiting context's blocks on disk and in Redis be fetched into DRAM, from which parked blocks are
-        read. Does so once for each context."""
+        """Order that the blocks on disk and in Redis of a waiting context that HBM cannot hold be fetched into DRAM,
+        from which parked blocks are read. Does so once for each context; does nothing for a smaller one."""
         if context.waiting.was_fetched or context.reuse.skips_disk or not self.needs(len(context.token_ids)):
             return
         context.waiting.was_fetched = True
         self._tiers.fetches.fetch(self._table.matched(context.chain()), context.session)
 
     def usable(self, match: Match) -> Match:
-        """Return the leading part of a match that a context larger than HBM can use. Blocks without a DRAM slot need
-        pages, and a chunk of the step needs pages besides, so the match is cut where the pages end."""
+        """Return the leading part of a match that a context larger than HBM can use. Its blocks without a DRAM slot
+        need pages, and so does the chunk of the prompt that a step computes. The match is cut where there would be no
+        page left for them."""
         room = self._most_pages - self._chunk_pages - 1
         for start in range(0, len(match.rows) - self._per_page + 1, self._per_page):
             room -= any("dram" not in row.copies for row in match.rows[start : start + self._per_page])
@@ -115,7 +117,8 @@ class Parking:
         return parked
 
     def withdraw(self, context: RequestContext) -> None:
-        """Undo `begin`, because HBM has no room."""
+        """Undo `begin`, because HBM has no room for the context's pages: give back the DRAM slots that it
+        has taken, and unpin those of its stored blocks."""
         for slot in context.saving.slots.values():
             self._rows.give_back(slot)
         context.saving.slots = {}

@@ -12,7 +12,7 @@ class Announced:
     """The announced sessions, each until its turn comes or a minute has passed. The SessionStore adds them, the
     Hierarchy removes those that have come or are gone, and LookAhead asks, on the engine's thread; it is pure.
 
-    If there are too many, the tenant that has most of them loses its oldest.
+    If there are too many, the oldest announcement of the tenant that has the most of them is removed.
     """
 
     def __init__(self) -> None:
@@ -53,8 +53,8 @@ class Announced:
             self.remove(name)
 
     def next(self) -> SessionName | None:
-        """Return the session whose KV is to be fetched next, of the tenant that has announced the fewest; None if
-        `served` was called for all."""
+        """Return the session whose KV is to be fetched next: of those for which `served` was not called, one of the
+        tenant that has the fewest sessions announced. None if there is none."""
         counts = self._per_tenant() if self._unserved else {}
         return min(self._unserved, key=lambda one: counts[one[0]], default=None)
 

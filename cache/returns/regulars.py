@@ -70,5 +70,6 @@ class Regulars:
         return None
 
     def served(self) -> None:
-        """Have `due` no longer return the session that it has just returned, until that session's next turn."""
+        """Stop `due` from returning again the session that it returned last, until that session has had its next
+        turn."""
         heappop(self._coming)

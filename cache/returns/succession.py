@@ -40,5 +40,6 @@ class Succession:
         return self._after.get(self._latest)
 
     def served(self) -> None:
-        """Have `next` return None until another turn arrives, because the session has been fetched for."""
+        """Make `next` return None until another turn arrives, because nothing more has to be fetched for the session
+        that it returned."""
         self.is_foretold = False

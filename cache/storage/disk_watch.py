@@ -86,9 +86,9 @@ class DiskWatch(Generic[T]):
         return self._problem
 
     def begin(self, patience_s: float) -> T | None:
-        """Start the thread. Returns what lies on the disk if it could be taken within `patience_s` seconds. Otherwise
-        returns None, and the listener is told when the disk is taken. Raises the error of the first attempt if only a
-        person can remove its cause (`is_mistake`)."""
+        """Start the thread, and wait at most `patience_s` seconds for its first attempt to take the disk. Returns what
+        lies on the disk if that has succeeded. Otherwise returns None, and the listener is told when the disk is taken
+        later. Raises the error of the first attempt if only a person can remove its cause (`is_mistake`)."""
         with self._changed:
             self._switch(self._problem)
             self._thread.start()
@@ -113,8 +113,8 @@ class DiskWatch(Generic[T]):
         return None
 
     def listen(self, tell: Callable[[str | None, T | None], None]) -> None:
-        """Tell a listener of every change, from any thread: (problem, None) when the disk is given up, (None, what lies
-        there) when it is taken for the first time, and (None, None) when it is taken back."""
+        """Call `tell` at every change, from any thread: with (problem, None) when the disk is given up, (None, what
+        lies there) when it is taken for the first time, and (None, None) when it is used again."""
         with self._changed:
             self._tell = tell
             for news in self._untold:

@@ -130,11 +130,14 @@ class ExtentStore:
             raise
 
     def open_in_time(self, patience_s: float) -> Kept | None:
-        """Open as `open` does, but wait no longer than `patience_s` seconds in all. Returns None if the disk does not
-        answer in time or fails: it is taken as soon as it answers. From then on a disk that misses a deadline, or on
-        which reads fail one after the other, is given up: every call fails at once until it answers again. `listen`
-        tells of all that, and `problem` says why the disk is not used. Raises DirectoryLocked or OSError if only a
-        person can mend what is wrong (`reprise.cache.storage.disk_watch.is_mistake`)."""
+        """Open as `open` does, but wait no longer than `patience_s` seconds in all. Returns what is stored, or None if
+        the disk fails or does not answer in time. In the second case it is opened later, as soon as it answers.
+
+        Once it is open, it is given up when it misses a deadline or when reads fail one after the other. Then every
+        call fails at once until the disk answers again. `listen` reports all these changes, and `problem` says why the
+        disk is not used. Raises DirectoryLocked or OSError if only a person can remove the cause
+        (`reprise.cache.storage.disk_watch.is_mistake`).
+        """
         watch = self._watch = DiskWatch(
             name=f"the disk tier in {self._directory}",
             take=self._take,
@@ -150,7 +153,9 @@ class ExtentStore:
             raise
 
     def listen(self, tell: Callable[[str | None, Kept | None], None]) -> None:
-        """Tell a listener of every change (`DiskWatch.listen`). A store that was opened by `open` never changes."""
+        """Call `tell` at every change: with (problem, None) when the disk is given up, (None, what is stored) when it
+        is opened for the first time, and (None, None) when it is used again. It may be called by any thread. A store
+        that was opened by `open` never calls it."""
         if self._watch is not None:
             self._watch.listen(tell)
 
@@ -289,7 +294,7 @@ class ExtentStore:
                 yield extent_id, Problem(missing.reason, str(missing))
 
     def take_lost(self) -> list[int]:
-        """Return the extents found since the last call to have been deleted by another process."""
+        """Return the ids of extents that were found to be deleted by another process, each once."""
         with self._lock:
             lost, self._lost = self._lost, []
         return lost

@@ -79,7 +79,9 @@ class IoThreads:
             return self._lost
 
     def call(self, work: Callable[[Beat], T], late: Callable[[], None]) -> T:
-        """Return or raise what `work` does; raises IoDeadline if one of its steps takes longer than the deadline.
+        """Run `work` in one of the threads, and return or raise what it does. Raises IoDeadline if no thread is free in
+        time or a step of the work takes longer than the deadline; the work begins a new step when it calls the Beat
+        that it is given.
 
         After an IoDeadline with `began`, `late` is called in the I/O thread once the work has ended, however it ended.
         Until then the work may use its descriptors and buffers, so `late` must release them, not the caller.
@@ -112,7 +114,8 @@ class IoThreads:
         return job.result  # type: ignore[return-value]
 
     def refuse(self, why: str | None) -> None:
-        """Fail all calls at once from now on, and those that wait for a thread. None: make calls again."""
+        """Make all calls fail at once from now on, those that wait for a thread included. why: for their errors; None:
+        run calls again."""
         with self._lock:
             self._refusal = why
             if why is not None and not self._closed:

@@ -39,7 +39,7 @@ class DiskSpace:
             self._drop(self._foreign.popleft())
 
     def cap(self, capacity_bytes: int) -> None:
-        """Lower or raise the cap. Called before `open`."""
+        """Set the most bytes that extent files may take on disk. Called before `open`."""
         with self._lock:
             self._capacity_bytes = capacity_bytes
 
@@ -78,8 +78,9 @@ class DiskSpace:
             self._drop(foreign)
 
     def settle(self, extent_id: int, size: int, *, stored: bool, stays: bool) -> None:
-        """End a reservation. stored: whether the record was written. stays: whether some of the bytes are on disk, even
-        if only as a partial file that cannot be deleted."""
+        """End a reservation of `size` bytes for an extent. stored: whether the extent was written. stays: for one that
+        was not, whether some of its bytes are still on disk, in a partial file that cannot be deleted; then they
+        count."""
         with self._lock:
             self._unwritten -= size
             if stored:

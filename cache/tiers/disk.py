@@ -98,8 +98,8 @@ class DiskLedger:
         return extent_id in self._extents
 
     def adopt(self, extent: ExtentInfo, rows: Sequence[BlockRow]) -> None:
-        """Record an extent that was found on disk when it was taken. Called in order of writing: the newest copy of a
-        block is used."""
+        """Record an extent that an earlier process has left on disk. rows: its blocks, in order. Called in the order in
+        which the extents were written, so that the newest copy of a block is used."""
         self._extents[extent.extent_id] = _Extent({}, extent.size_bytes, len(extent.blocks))
         self.used_bytes += extent.size_bytes
         for index, row in enumerate(rows):
@@ -196,7 +196,8 @@ class DiskLedger:
         self.policy.touch(row.key)
 
     def drop(self, row: BlockRow) -> None:
-        """Drop a block's copy on disk, which is bad or not wanted any more."""
+        """Stop using a block's copy on disk, which is bad or not wanted any more. Its extent is deleted if no other
+        block in it is used."""
         empty = self._detach(row)
         if empty is not None:
             self.delete([empty], None, None)
@@ -240,8 +241,8 @@ class DiskLedger:
         self._orders.add(DeleteExtents(job, deletion.extent_ids, session))
 
     def on_deleted(self, job: int, problem: str | None, now: float) -> None:
-        """Record the end of a deletion. problem: why bytes may remain. If there is one, the waiter is told, and the
-        deletion is tried again."""
+        """Record the end of a deletion, and list the request that waits for it in `ended_deletions`. problem: why bytes
+        may remain; if there is one, the deletion is tried again later. now: in seconds."""
         deletion = self._deletions.pop(job)
         if problem is None:
             # A waiter may also wait for the session's other salts, whose deletions came before.

@@ -126,8 +126,8 @@ class Dram:
     @property
     def room_bytes(self) -> int:
         """The bytes of KV, counted as rows, that DRAM may store for turns to come (C_mem in the paper AttentionStore):
-        the room that `trim` keeps filled, less the blocks that must stay only because they are not on disk yet. Slots
-        for blocks that are only on their way to disk do not count."""
+        all blocks that may stay in DRAM, less those that have to stay because they are not on disk yet. Slots for
+        blocks that are only on their way to disk do not count."""
         coded = max(0, self.coded.num_usable - self._coded_dirty)
         return (max(0, self.rows.most_resident - self._unwritten) + coded) * self.rows.slot_bytes
 
@@ -171,9 +171,9 @@ class Dram:
         self.coded.drop(row)
 
     def trim(self) -> None:
-        """Evict uncompressed blocks from DRAM, in the policy's order, until no more stay than it may store. Called once
-        for all that a step has saved, because finding victims means walking past all queued blocks. With a codec, only
-        blocks that a coded slot has too are evicted; `Encoder.plan` does the rest."""
+        """Evict uncompressed blocks from DRAM, in the policy's order, until no more are left than may stay there.
+        Called once for all that a step has saved, because finding victims means walking past all queued blocks. With a
+        codec, evicts only blocks that are in a coded slot too; `Encoder.plan` has the others compressed first."""
         if self.coded.is_on:
             if (excess := self.rows.resident - self.rows.most_resident) > 0:
                 self.rows.leave_covered(max(excess, self._batch))

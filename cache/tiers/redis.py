@@ -201,15 +201,15 @@ class RedisLedger:
     # --- what is uploaded ---------------------------------------------------------------------------------------------
 
     def want(self, extent: ExtentInfo) -> None:
-        """Ask for the upload of an extent that was written to disk."""
+        """Note that an extent, which was written to disk, is to be uploaded to Redis; `plan` orders the upload."""
         if self.is_on:
             self._wanted[extent.extent_id] = extent.session.names
             if len(self._wanted) > _MAX_WANTED_EXTENTS:
                 del self._wanted[next(iter(self._wanted))]
 
     def want_session(self, name: SessionName, keys: Iterable[BlockKey]) -> None:
-        """Ask for the upload of a session's extents that Redis does not have yet, such as those of an earlier
-        process."""
+        """Note that those extents of a session which are on disk but not in Redis, such as those of an earlier process,
+        are to be uploaded; `plan` orders the uploads. keys: of the session's blocks."""
         if self.is_on:
             under_way = {upload.extent_id for upload in self._uploads.values()}
             for key in keys:
@@ -219,7 +219,8 @@ class RedisLedger:
                     self._wanted.setdefault(extent[0], name)
 
     def plan(self, now: float) -> None:
-        """Order uploads, for the sessions most worth keeping first, and deletions that were refused before."""
+        """Order the uploads that are due, those of the sessions most worth keeping first, and order again the deletions
+        that Redis refused. Does nothing for some seconds after Redis has refused a call."""
         if now < self._retry_s:
             return
         while self._wanted and len(self._uploads) < _MAX_UPLOADS:
@@ -235,7 +236,7 @@ class RedisLedger:
 
     @property
     def has_work(self) -> bool:
-        """Whether `plan` may have anything to order."""
+        """Whether extents are to be uploaded or refused deletions are to be tried again, so that `plan` has work."""
         return bool(self._wanted or self._refused)
 
     def next_use_s(self, name: SessionName, now: float) -> float:
@@ -269,8 +270,8 @@ class RedisLedger:
     # --- what leaves --------------------------------------------------------------------------------------------------
 
     def delete(self, tenant: str, session_id: str, waiter: str | None) -> None:
-        """Delete everything that Redis has of a tenant's sessions with one id, whatever their salts. `waits` tells
-        whether that is under way for `waiter`."""
+        """Delete everything that Redis has of a tenant's sessions with one id, whatever their salts. waiter: id of
+        a client's request that waits for it; `waits` tells whether the deletion is still under way."""
         if not self.is_on:
             return
         names = (tenant, session_id)
@@ -289,11 +290,12 @@ class RedisLedger:
                 self._undeleted.add(deletion.waiter)
 
     def waits(self, waiter: str) -> bool:
-        """Return whether a deletion for this request is under way."""
+        """Return whether a deletion for which this client's request waits is under way."""
         return any(deletion.waiter == waiter for deletion in self._deletions.values())
 
     def take_refusal(self, waiter: str) -> bool:
-        """Return whether Redis has refused a deletion for this request, and forget the refusal."""
+        """Return whether Redis has refused a deletion for which this client's request waited, and forget the
+        refusal."""
         found = waiter in self._undeleted
         self._undeleted.discard(waiter)
         return found

@@ -70,7 +70,8 @@ class Saves:
         self._orders.add(SealSlot(ticket, slot, num_rows if row is not None else 0))
 
     def cancel(self, key: BlockKey) -> None:
-        """Let the save of a block end without effect: when it has ended, its slot is given back."""
+        """Stop waiting for the save of a block, which is not wanted any more: the block does not enter DRAM, and its
+        slot is given back when the copy has ended. Does nothing if the block is not being saved."""
         ticket = self._saving.pop(key, None)
         if ticket is not None:
             self._dirty.changes += 1

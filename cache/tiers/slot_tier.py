@@ -64,7 +64,7 @@ class SlotTier:
 
     @property
     def reached(self) -> int:
-        """The number of slots, counted from the first, beyond which none was ever filled."""
+        """The number of slots from the first to the last that was ever taken; those after it were never used."""
         return self._slots.reached
 
     def bytes_of(self, row: BlockRow) -> int:
@@ -74,8 +74,9 @@ class SlotTier:
     # --- slots --------------------------------------------------------------------------------------------------------
 
     def take_slot(self, newcomer: SessionName | None) -> int | None:
-        """Return a slot to fill; None if there is none. If none is free, a block is evicted for it. With a newcomer,
-        only a block is evicted that should leave before a block of that session."""
+        """Return a slot to fill; if none is free, evict a block for it. newcomer: the session whose block needs the
+        slot; only a block that should leave before a block of this session is evicted. None: any may be evicted.
+        Returns None if no slot is free and no block may leave."""
         if self._is_quarantined:
             return None
         if not self._slots.num_free and self.resident:

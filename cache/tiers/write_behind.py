@@ -81,7 +81,8 @@ class WriteBehind:
         return name in self._writing
 
     def session_changed(self, name: SessionName) -> None:
-        """Note that a session's record has to be written to disk: with the session's next extent, or alone."""
+        """Note that a session's record has to be written to disk. `plan` orders that: with the session's next extent,
+        or alone."""
         if self._disk.capacity_bytes:
             self.unrecorded[name] = None
             self._disk.reborn(name)
@@ -95,9 +96,10 @@ class WriteBehind:
         self.unrecorded.pop(name, None)
 
     def plan(self, is_running: IsRunning, runners: int, record: RecordOf, now: float) -> None:
-        """Order the writes that are possible now: blocks, then records of sessions. is_running(session): whether a
-        request of it runs. runners: a number that changes whenever a request ceases to run. record(session): the
-        session's record to be stored, or None. now: in seconds."""
+        """Order the writes to disk that are possible now: blocks, then records of sessions. is_running(session):
+        whether a request of it runs. runners: a counter that changes whenever a request stops running, after which its
+        blocks may be written. record(session): the session's record to be stored; None: the session is not known. now:
+        in seconds."""
         changes = (self._dirty.changes, runners)
         # Without a change there is nothing new to write: while a turn runs, what is dirty is mostly its own.
         if changes != self.seen and self._may_write(now):

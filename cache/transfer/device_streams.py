@@ -37,9 +37,9 @@ class DeviceStream(Protocol):
     thread."""
 
     def launch(self, work: Callable[[], object]) -> None:
-        """Have the device do what the call `work` launches. The device may not have begun on return, and what it reads
-        must not change until a later fence is passed. The call itself is made once, on the host: now, or at the latest
-        while a later fence is waited for."""
+        """Call `work`, which launches computations or copies, and let the device do them after the work in this stream.
+        `work` is called once, on the host: now, or at the latest while a later fence is waited for. On return the
+        device may not have begun; what it reads must not change until a later fence is passed."""
         ...
 
     def fence(self) -> Fence:

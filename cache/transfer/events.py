@@ -59,7 +59,7 @@ class Events:
             raise RuntimeError("a transfer thread has ended") from self._failure
 
     def take(self) -> list[Event]:
-        """Return the events since the last call. Raises RuntimeError if a thread has failed."""
+        """Return the events that no earlier call has returned. Raises RuntimeError if a thread has failed."""
         with self.changed:  # the bell rings if and only if there is news
             self.check()
             self._silence()

@@ -41,13 +41,14 @@ class LayerSource(Protocol):
         ...
 
     def prepare(self, layer: int, *, together: bool) -> list[BlockKey]:
-        """Make a layer ready for `segments`, `sums` and `altered`, if it is not yet. together: whether to use torch's
-        team of threads. Returns the blocks whose bytes are not what was stored; if there is one, the layer must not be
-        written to HBM pages."""
+        """Make a layer ready for `segments`, `sums` and `altered`, unless it is ready: blocks that are compressed, or
+        stored as activations, are checked and decoded. together: whether to use torch's team of threads. Returns the
+        blocks whose bytes are not what was stored; if there is one, the layer must not be written to HBM pages."""
         ...
 
     def segments(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Return the memory of a layer, [segments, elements], and in it the indices of the blocks' segments, int64."""
+        """Return (the memory of a layer, [segments, elements]; the index in it of each block's segment, int64
+        [blocks])."""
         ...
 
     def sums(self, layer: int) -> Sums:
@@ -146,9 +147,9 @@ def slot_source(blocks: Sequence[BlockLoad], slab: Slab, coded: CodedSlab | None
 
 
 def layers_landed(sizes: Sequence[int], num_blocks: int) -> int:
-    """Return how many layers of a load may have been read from disk without having been copied into HBM pages, which
-    bounds the memory that they are read into. sizes: bytes of a block's segment, by layer. num_blocks: blocks of the
-    load."""
+    """Return the most layers of a load that may lie in host memory at one time: read from disk or Redis, but not yet
+    copied into HBM pages. At least LAYERS_LANDED if the load has as many; more if they fit into LANDING_BYTES. sizes:
+    bytes of a block's segment, by layer. num_blocks: number of blocks in the load."""
     return min(len(sizes), max(LAYERS_LANDED, LANDING_BYTES // _room(sizes, num_blocks)))
 
 

@@ -30,7 +30,7 @@ class LoadJob:
     @property
     def arrived(self) -> int:
         """The number of layers, counted from the first, that are in HBM for all parts of the load (its blocks by
-        tier)."""
+        tier). A part that has ended counts with all of its layers, even if the load has failed."""
         return min([part.layers for part in self.parts])
 
 
@@ -79,8 +79,9 @@ class LoadPart:
         return self.placed == self.num_layers or (bool(self.load.failed) and self.has_come)
 
     def progress(self, now_s: float) -> LoadProgress | None:
-        """Return how many layers the disk has read; None if the load does not wait for it, because all layers have been
-        read, the load was given up, or it has failed and nothing is being read."""
+        """Return how many of this part's layers have been read from disk or Redis, and in what time; None if the load
+        does not wait for them: all have been read, the load was given up, or it has failed and nothing is being read.
+        now_s: by `time.perf_counter`."""
         is_awaited = not self.load.is_abandoned and (self.reading or not self.load.failed)
         if not is_awaited or self.landed == self.num_layers:
             return None

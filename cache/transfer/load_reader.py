@@ -65,7 +65,8 @@ class LoadReader:
                 self._changed.notify_all()
 
     def tell_not_transferred(self, part: LoadPart, progress: LoadProgress) -> None:
-        """Report that a part was not read, and how long it would have taken at its pace."""
+        """Report that a part (a load's blocks from one tier) was not read in full, and how long the whole of it would
+        have taken at its pace so far."""
         seconds = progress.whole_s(self._slab.num_layers)
         self._completions.tell(NotTransferred(f"{part.tier}_to_hbm", len(part.blocks) * self._slab.slot_bytes, seconds))
 

@@ -31,9 +31,9 @@ log = logging.getLogger(__name__)
 
 
 class LoadStream:
-    """The loads of a Transfer. `place` and the `run` of each reader are the work of threads; the engine's thread calls
-    the other methods. Disk and Redis may not answer, so only their readers wait for their bytes. The thread that ends a
-    load closes its files.
+    """The part of a Transfer that makes loads. `place` and the `run` of each reader are the work of threads; the
+    engine's thread calls the other methods. The disk or Redis may fail to answer, so only their readers call them. The
+    files that a load reads are closed by the thread that ends it, or by the reader if that is still reading then.
 
     Where the CPU does the copying, a load during a computation takes time from it: a product that is split evenly over
     all cores is as slow as the core that copies too. With 142 tokens after 1,600 in DRAM (125 M model, two cores),
@@ -128,9 +128,10 @@ class LoadStream:
         return SlotReader(blocks, slab=self._slab, pool=self._pool, rotations=self._rotations, throttle=self._throttle)
 
     def put(self, move: LoadBlocks, *, in_step: bool) -> None:
-        """Queue a load. It is made after earlier loads, and at first only for the layers that the read buffer allows;
-        it writes to its pages after everything that was launched to compute before. in_step: whether the next step uses
-        it, and places it by itself if it can."""
+        """Queue a load, to be made after earlier ones. Until `start`, only its first few layers (the read buffer) are
+        loaded. It writes to its pages only after all computation that was launched before this call. in_step: whether
+        the next step uses the load. If so, and where the CPU does the copying, all layers are loaded, and the step
+        itself writes them into HBM pages."""
         num_layers = self._slab.num_layers
         in_step = in_step and self._pool.has_team
         load = LoadJob(move.job_id, self._compute.fence(), started=in_step or self._read_buffer_layers >= num_layers)
@@ -166,8 +167,10 @@ class LoadStream:
                 self._changed.notify_all()
 
     def abandon(self, job_id: int) -> None:
-        """Give up a load, as AbandonLoad orders. Pages are written only when a layer is placed, and nothing of a failed
-        load is placed. So a read that hangs delays neither the load's end nor its pages."""
+        """Give up the part of a load that the disk or Redis has not delivered, as AbandonLoad orders; do nothing if
+        there is no such part. The blocks of that part have failed, with the reason "late". From now on no layer of the
+        load is written into HBM pages. So the load ends, and its pages become free, without waiting for a read that
+        hangs: that read can write only to its own memory on the host."""
         load = self._loads.get(job_id)
         with self._changed:
             now_s = time.perf_counter()
@@ -190,8 +193,9 @@ class LoadStream:
         return max(found, key=lambda progress: progress.left_s(self._slab.num_layers), default=None)
 
     def wait_layer(self, job_id: int, layer: int, timeout_s: float) -> bool:
-        """Wait until layer `layer` of a load has arrived or failed, for at most `timeout_s` seconds. Returns whether it
-        has. Layers that the step has to write into pages of HBM itself are written here."""
+        """Wait until layer `layer` of a load is in HBM or the load has failed and ended, for at most `timeout_s`
+        seconds. Returns False if the time was over first. Layers that the step has to write into HBM pages itself are
+        written here."""
         load = self._loads.get(job_id)
         if load is None or load.arrived > layer:
             return True
@@ -245,8 +249,8 @@ class LoadStream:
                 self._changed.notify_all()
 
     def layers_arrived(self, job_id: int) -> int:
-        """Return how many layers of a load, counted from the first, have arrived; 0 for a load that was not queued, or
-        whose end the engine has been told."""
+        """Return how many layers of a load, counted from the first, are in HBM; all of them once the load has ended,
+        even if it has failed. Returns 0 for a load that was not queued or was forgotten (`forget`)."""
         load = self._loads.get(job_id)
         return 0 if load is None else load.arrived
 

@@ -84,7 +84,8 @@ class SaveStream:
             compile_for(slab.parts(range(slab.num_layers)), self._device)
 
     def places(self, pieces: list[CapturePiece], num_rows: int) -> SavedRows | None:
-        """Return where kernels may save the rows of a step while they compute them; None: only `save` can. pieces:
+        """Return where the kernels of a step are to save its rows in DRAM while they compute them; None: they cannot do
+        so, and `save` has to. pieces:
         which rows of the batch go to which slots. num_rows: rows of the batch. The rows must not depend on a load under
         way. Call `save` after the step in both cases."""
         if self._blocks is None:

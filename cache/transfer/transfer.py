@@ -189,7 +189,8 @@ class Transfer:
         return self._saves.placed_bytes
 
     def places(self, pieces: list[CapturePiece], num_rows: int) -> SavedRows | None:
-        """Return where kernels may save the rows of a step while they compute them; None: only `save` can. pieces:
+        """Return where the kernels of a step are to save its rows in DRAM while they compute them; None: they cannot do
+        so, and `save` has to. pieces:
         which rows of the batch go to which slots. num_rows: rows of the batch."""
         return self._saves.places(pieces, num_rows)
 
@@ -204,12 +205,13 @@ class Transfer:
         self._loads.start(job_id)
 
     def wait_layer(self, job_id: int, layer: int, timeout_s: float) -> bool:
-        """Wait until a layer of a load has arrived or failed, for at most `timeout_s` seconds. Returns whether it
-        has."""
+        """Wait until a layer of a load is in HBM or the load has failed and ended, for at most `timeout_s` seconds.
+        Returns False if the time was over first."""
         return self._loads.wait_layer(job_id, layer, timeout_s)
 
     def layers_arrived(self, job_id: int) -> int:
-        """Return how many layers of a load, counted from the first, have arrived."""
+        """Return how many layers of a load, counted from the first, are in HBM; all of them once the load has ended,
+        even if it has failed."""
         return self._loads.layers_arrived(job_id)
 
     def progress(self, job_id: int) -> LoadProgress | None:
@@ -222,7 +224,7 @@ class Transfer:
         return self._loads.waited_s
 
     def poll(self) -> list[Event]:
-        """Return the events since the last call. Raises RuntimeError if a thread has failed."""
+        """Return the events that no earlier call has returned. Raises RuntimeError if a thread has failed."""
         if self._saves.is_due:
             self._saves.flush()
         if self._loads.parts:

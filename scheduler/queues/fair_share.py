@@ -42,7 +42,7 @@ class FairShare:
     ascending order of `place`, a number that the caller gives each.
 
     A common clock shows the earliest virtual start that there was when a request last started; it never goes back.
-    A tenant that had no requests waiting and gets one has its clock set forward to the common clock, if it is behind.
+    A tenant that had no requests waiting and gets one has its clock set forward to the common clock, if it shows less.
     So a tenant saves up no claim while it has no requests, and a request of a tenant that comes seldom starts soon.
 
     Adding or removing a request costs time for its tenant's requests alone. `first` is always exact. `upcoming` sorts
