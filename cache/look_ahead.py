@@ -79,9 +79,9 @@ class _Errand:
 
 
 class LookAhead:
-    """A planner for the CacheManager, which calls `plan` before every step on the engine's thread: it finds which
-    waiting or expected session comes next, and what of its KV has to be fetched into DRAM. A step costs time by what
-    has changed in the queue, not by its length."""
+    """A planner for the CacheManager, which calls `plan` before every step on the engine's thread. It finds which
+    waiting or expected session comes next, and which of its KV has to be fetched into DRAM. The time of a call depends
+    on what has changed in the queue, not on the queue's length."""
 
     def __init__(
         self,

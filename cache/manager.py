@@ -227,8 +227,8 @@ class CacheManager:
             tiers.hbm.offload()
 
     def lost(self, request_id: str, keys: Sequence[BlockKey]) -> None:
-        """Note that a step found altered bytes of these blocks of a request in DRAM. `Lifecycle.take_failed` will
-        return the request."""
+        """Forget the copies in DRAM of these blocks, because a step of the request found their bytes altered. keys: of
+        the blocks. `Lifecycle.take_failed` will return the request."""
         self.parking.lost(self._running[request_id], keys)
         self._loads.failed[request_id] = None
 
@@ -244,12 +244,13 @@ class CacheManager:
         self.tiers.quarantine(tier)
 
     def disk_given_up(self, problem: str) -> None:
-        """Stop using the disk, and what lies on it, until it answers. problem: why, for people."""
+        """Stop using the disk, and what lies on it, until it answers again. problem: the reason, as a text for
+        people."""
         self.tiers.disk_given_up(problem)
 
     def disk_is_unseen(self, problem: str) -> None:
-        """Start without the disk, which has not answered yet. What lies on it is unknown until it answers. problem:
-        why, for people."""
+        """Start without the disk, which has not answered yet. What lies on it is unknown until it answers. problem: the
+        reason, as a text for people."""
         self.tiers.disk_given_up(problem)
         self.sessions.deletions.disk_is_unseen()
 

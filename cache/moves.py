@@ -328,7 +328,7 @@ class Deleted:
 
 @dataclass(frozen=True, slots=True)
 class DiskGivenUp:
-    """Reports that the disk is not used until it answers. problem: why, for people."""
+    """Reports that the disk is not used until it answers again. problem: the reason, as a text for people."""
 
     problem: str
 

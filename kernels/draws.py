@@ -38,8 +38,8 @@ class Survey:
 
 def waits(starts: Tensor, ids: Tensor) -> Tensor:
     """Return for each row and token id a random time, exponential with a mean of 1, the same as
-    `reprise.engine.step.sampler.waits` returns. starts int64 [rows, 1]: the first random word of each row's position
-    (Philox), whose 64 bits count; ids int64, of a shape that broadcasts -> fp64."""
+    `reprise.engine.step.sampler.waits` returns. starts int64 [rows, 1]: for each row the random
+    word of 64 bits that the generator Philox gives for its position; ids int64, of a shape that broadcasts -> fp64."""
     words = (ids + 1) * _STEP + starts
     for shift, factor in _FACTORS:
         words = (words ^ _shifted(words, shift)) * factor

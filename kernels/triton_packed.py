@@ -284,7 +284,7 @@ def product(x: Tensor, weight: PackedRows, bias: Tensor | None, added: Tensor | 
 
 
 def unpack(weight: PackedRows, first: int, count: int, dtype: torch.dtype) -> Tensor:
-    """Return rows `first` to `first + count` of a weight, [count, inputs], rounded once."""
+    """Return rows `first` to `first + count - 1` of a weight, [count, inputs], rounded once."""
     out = torch.empty(count, weight.inputs, dtype=dtype, device=weight.codes.device)
     if count:
         groups = weight.scales.shape[1]

@@ -37,7 +37,7 @@ class Waiting:
 
     def next(self, skipped: Container[Sequence]) -> Sequence | None:
         """Return the sequence that starts next, leaving out those in `skipped`, which cannot start now. None if no
-        other may start before them, or none is left."""
+        sequence is left, or if none of the others may start before those in `skipped`."""
         if self.favoured is not None and self.favoured not in skipped:
             return self.favoured
         return next((s for s in self.resumed if s not in skipped), None) or self.queue.best(skipped)

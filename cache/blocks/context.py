@@ -16,7 +16,7 @@ MAX_DROPPED = 2048
 
 
 class SavedContext(msgspec.Struct, frozen=True, array_like=True):
-    """A session's context as it is stored next to its blocks."""
+    """A session's context in the form in which it is stored: on disk next to its blocks, and in heads."""
 
     keys: tuple[bytes, ...]
     plain: int

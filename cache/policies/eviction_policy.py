@@ -36,8 +36,9 @@ class EvictionPolicy(Protocol):
         ...
 
     def look_ahead(self, upcoming: Sequence[Hashable], changed: Collection[Hashable] | None = None) -> None:
-        """Set the sessions of queued turns, next first, each once. The policy keeps the sequence, which must not change
-        afterwards. changed: sessions that joined or left since the last call; None: find them by comparison.
+        """Set the sessions that have a turn in the queue, next first, each once. The policy keeps the sequence, which
+        must not change afterwards. changed: the sessions that are in only one of this sequence and that of the call
+        before; None: the policy finds them by comparison.
 
         Best called without the running turns. Their blocks are pinned anyway, and the blocks they add serve the
         session's next return. If running turns are named, their new blocks count as queued and push out sessions that
@@ -56,10 +57,10 @@ class EvictionPolicy(Protocol):
     ) -> list[BlockKey]:
         """Choose up to `count` unpinned blocks, first to leave first. Changes nothing.
 
-        newcomer: return only blocks that should leave before a block of this session. Fewer than `count`, or none,
-        means that the newcomer had better bypass the tier. Only DRAM passes it. spare_queued: exempt the sessions given
-        to `look_ahead`, because a block that leaves the last tier is lost (AttentionStore §3.3.2). Only the disk passes
-        it.
+        newcomer: the session whose block needs room; only blocks that should leave before a block of this session are
+        returned. If they are fewer than `count`, that block had better not enter the tier. Only DRAM passes it.
+        spare_queued: whether blocks of the sessions given to `look_ahead` stay, because a block that leaves the last
+        tier is lost (AttentionStore §3.3.2). Only the disk passes it.
         """
         ...
 

@@ -21,8 +21,8 @@ class QueueLine:
         return session in self._members
 
     def become(self, sessions: Sequence[Hashable], changed: Collection[Hashable] | None = None) -> Collection[Hashable]:
-        """Replace the line. Returns the sessions that have joined or left: `changed` if that is given. `sessions` is
-        stored, so it must not change afterwards."""
+        """Replace the line by `sessions`, which is kept and must not change afterwards. changed: the sessions that have
+        joined or left the line by that; None: they are found by comparison. Returns them."""
         if changed is None:
             changed = self._members.symmetric_difference(sessions)
         self._sessions, self._places = sessions, None

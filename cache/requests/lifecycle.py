@@ -124,8 +124,9 @@ class Lifecycle:
         return self._loads.take_failed() if self._loads.failed else []
 
     def void(self, request_id: str) -> int:
-        """Take the pages from a request and publish nothing of it, because its load has failed or is late. Recalled
-        blocks that could not be read leave its context. Returns the number of tokens that were dropped with them."""
+        """Take the pages from a request whose load has failed or is late, and let no other request find what it has
+        computed with that load. Recalled blocks that could not be read leave its context. Returns the number of tokens
+        that were dropped with them."""
         context = self._running[request_id]
         self._publisher.void(context)
         return self._opener.forget_unreadable(context)

@@ -153,7 +153,8 @@ class Publisher:
         self._running.gave_way()
 
     def void(self, context: RequestContext) -> None:
-        """Take the pages from a request and publish nothing of it: its load has failed, or takes too long."""
+        """Take the pages from a request whose load has failed or takes too long, and enter no more of its blocks in the
+        table."""
         context.rows.computed = context.rows.sealed * BLOCK_TOKENS
         self._siblings.give_up(context)
         self._loads.outlive(context)

@@ -133,7 +133,7 @@ class Saver:
         self._saves.seal(slot, saved, num_rows)
 
     def abandon(self, context: RequestContext) -> None:
-        """Give back the slots of a context's blocks that were not completed."""
+        """Give back the DRAM slots that were taken for blocks of a context which were not completed."""
         for slot in context.saving.slots.values():
             self._saves.seal(slot, None, 0)
         context.saving.slots, context.saving.unsaved = {}, set()

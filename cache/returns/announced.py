@@ -30,7 +30,8 @@ class Announced:
         return tuple(self._until_s)
 
     def add(self, name: SessionName, now: float) -> None:
-        """Record that a turn of the session will come soon. Repeating the announcement restarts its minute."""
+        """Record that a turn of the session will come soon. Announcing a session again restarts its minute, and `next`
+        may return it again."""
         self.remove(name)
         self.changes += 1
         self._until_s[name] = now + _KEPT_S

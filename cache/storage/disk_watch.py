@@ -122,7 +122,8 @@ class DiskWatch(Generic[T]):
             self._untold.clear()
 
     def give_up(self, problem: str) -> None:
-        """Stop using the disk until it answers. Does nothing if it is not used. problem: why, for people."""
+        """Stop using the disk until it answers again. Does nothing if it is not in use. problem: the reason, as a text
+        for people."""
         with self._changed:
             if self._state is not _State.USED:
                 return
@@ -148,7 +149,8 @@ class DiskWatch(Generic[T]):
             self.give_up(f"{MAX_FAILURES} reads in a row have failed, the last one with: {problem}")
 
     def close(self) -> bool:
-        """End the thread. Returns whether it has ended; if a call of it hangs, that is not waited for."""
+        """Stop using the disk for good, and let the thread end. Returns whether it has ended within CLOSE_S seconds; it
+        cannot while a call of it hangs."""
         with self._changed:
             self._state = _State.CLOSED
             self._changed.notify_all()

@@ -205,9 +205,9 @@ class DiskLedger:
     def delete(
         self, extent_ids: list[int], session: SessionName | None, waiter: str | None, *, write_again: bool = True
     ) -> None:
-        """Delete whole extents. session: delete its record too. waiter: id of a client's request, which
-        `ended_deletions` will list when the bytes are gone; None: no request waits. write_again: whether blocks that
-        DRAM still has are to be written to disk again."""
+        """Order whole extents to be deleted. session: a session whose record is deleted too, or None. waiter: id of a
+        client's request, which `ended_deletions` will list when the deletion has ended; None: no request waits.
+        write_again: whether those of their blocks that DRAM still has are to be written to disk again."""
         self._take_out(extent_ids, write_again)
         if not self.capacity_bytes:
             self._answer(waiter, is_done=True)

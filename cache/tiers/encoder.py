@@ -75,8 +75,9 @@ class Encoder:
         return left
 
     def plan(self) -> None:
-        """Compress blocks whose slots DRAM wants back, in the policy's order. A block for which there is no slot for a
-        compressed block leaves DRAM, as it would without a codec."""
+        """Order blocks to be compressed when DRAM has more uncompressed ones than may stay: those that the policy would
+        evict first. A block for which no slot for a compressed block is free leaves DRAM, as it would without a
+        codec."""
         excess = self._rows.resident - self._rows.most_resident - len(self._encoding)
         if excess <= 0 or len(self._encoding) >= AT_ONCE:
             return

@@ -114,7 +114,8 @@ class HbmPool:
         return [self._claim(group, index * per_page) for index, group in enumerate(groups)]
 
     def usable_in_place(self, match: Match) -> Match:
-        """Return the leading part of a match that can be used in its present pages."""
+        """Return the leading part of a match that a new context can use in the pages where it lies, without a copy or a
+        load."""
         claims = self._claims(self._group_by_page(match))
         if None not in claims:
             return match
@@ -282,9 +283,9 @@ class HbmPool:
         return []
 
     def offload(self) -> None:
-        """Evict a few blocks that no request needs, between steps, from the high-water mark of used pages down to the
-        low one (CaR's background offloader, §III-C-2). Only saved blocks are evicted. They need no copy, because they
-        were copied while they were computed."""
+        """Evict a few blocks that no request needs, if more pages are used than the high-water mark allows, and at most
+        until the low-water mark is reached (CaR's background offloader, §III-C-2). Called between steps. Only saved
+        blocks are evicted. They need no copy, because they were copied while they were computed."""
         pages = self.pages
         if pages.num_free >= self.least_free or not pages.num_cached:
             return

@@ -160,8 +160,8 @@ class Hierarchy:
         (self.dram if tier == "dram" else self.disk).quarantine()
 
     def disk_given_up(self, problem: str) -> None:
-        """Stop using the disk, and what lies on it, until `disk_taken`. Meanwhile blocks may leave DRAM without having
-        been written to disk. problem: why, for people."""
+        """Stop using the disk, and what lies on it, until `disk_taken` is called. Meanwhile blocks are allowed to leave
+        DRAM without having been written to disk. problem: the reason, as a text for people."""
         self.disk.problem = problem
         self.writes.disk_given_up()
         self.table.moved()
@@ -185,9 +185,9 @@ class Hierarchy:
         return self.writes.is_writing(name) or self.fetches.concern(name)
 
     def delete_session(self, name: SessionName, rows: Iterable[BlockRow], waiter: str | None) -> None:
-        """Remove these blocks from DRAM and disk, with the extents they are in. `DiskLedger.ended_deletions` will list
-        the request `waiter` when that is done. Other blocks of those extents lose their copy on disk, and are written
-        again if DRAM has them."""
+        """Remove these blocks from DRAM and disk, with the extents they are in. waiter: the client's request that waits
+        for it, which `DiskLedger.ended_deletions` will list when the disk has done it; None: no request waits. Other
+        blocks of those extents lose their copy on disk, and are written again if DRAM has them."""
         extent_ids: dict[int, None] = {}
         for row in rows:
             self.dram.drop(row)

@@ -28,9 +28,9 @@ class PageAllocator:
         return self.num_pages - self.num_free - self.num_pinned
 
     def take(self, after: int | None, wanted: int) -> int:
-        """Return a free page, pinned once. Where attention reads adjacent pages faster, that is the page after page
-        `after` if it is free. wanted: how many pages will be taken one after the other, this one included. Raises
-        IndexError when none is free."""
+        """Return a free page, pinned once. Where attention reads adjacent pages faster, take the page that follows page
+        `after` if it is free; after: the context's last page, or None. wanted: how many pages will be taken one after
+        the other, this one included. Raises IndexError when none is free."""
         page = self._choose(after, wanted)
         self._is_free[page] = 0
         self.reached = max(self.reached, page + 1)

@@ -220,7 +220,7 @@ class RedisLedger:
 
     def plan(self, now: float) -> None:
         """Order the uploads that are due, those of the sessions most worth keeping first, and order again the deletions
-        that Redis refused. Does nothing for some seconds after Redis has refused a call."""
+        that Redis refused. Does nothing for some seconds after an upload or a deletion has failed."""
         if now < self._retry_s:
             return
         while self._wanted and len(self._uploads) < _MAX_UPLOADS:

@@ -75,8 +75,8 @@ class SlotTier:
 
     def take_slot(self, newcomer: SessionName | None) -> int | None:
         """Return a slot to fill; if none is free, evict a block for it. newcomer: the session whose block needs the
-        slot; only a block that should leave before a block of this session is evicted. None: any may be evicted.
-        Returns None if no slot is free and no block may leave."""
+        slot; a block is evicted only if it should leave before a block of this session, or if the tier `covered_by` has
+        a copy of it. None: any may be evicted. Returns None if no slot is free and no block may leave."""
         if self._is_quarantined:
             return None
         if not self._slots.num_free and self.resident:
@@ -153,8 +153,9 @@ class SlotTier:
         return row is None or not self._is_covered(row) or self._is_immovable(key)
 
     def make_room(self, count: int, newcomer: SessionName | None) -> bool:
-        """Evict `count` blocks, or as many as may leave. newcomer: if given, only blocks are evicted that should leave
-        before a block of that session. Returns whether at least one block was evicted."""
+        """Evict `count` blocks, or as many as may leave: first those of which the tier `covered_by` has a copy too.
+        newcomer: the session whose block needs the room; of the other blocks only those are evicted that should leave
+        before a block of this session. None: any may be evicted. Returns whether at least one block was evicted."""
         covered = self.leave_covered(count)
         if covered >= count:
             return True

@@ -212,7 +212,7 @@ class WriteBehind:
         self._dirty.may_leave = retry_s > 0
 
     def disk_given_up(self) -> None:
-        """Let blocks leave DRAM without having been written, because the disk is not used."""
+        """Allow blocks to leave DRAM without having been written to disk, because the disk is not used now."""
         self._refused_until(self._retry_s or 1.0)
 
     def disk_taken(self) -> None:

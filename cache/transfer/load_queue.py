@@ -109,8 +109,8 @@ class LoadQueue:
         return [part for part in self.parts if part.load is load and part.is_far]
 
     def wait_next(self, choose: Callable[[], LoadPart | None]) -> LoadPart | None:
-        """Call `choose`, again after each change or second, until it returns a part, and return that part. Returns None
-        when the queue is closed and empty."""
+        """Call `choose` now, after each change and at least once a second, until it returns a part, and return that
+        part. Returns None when the queue is closed and empty."""
         while self.parts or not self.closing:
             if (part := choose()) is not None:
                 return part

@@ -30,8 +30,9 @@ class Candidates:
 
 
 def find_candidates(meta: AttentionMeta, min_context: int) -> Candidates | None:
-    """Return the sequences of a step that may attend to a part of their contexts: those in `meta.partial` with one
-    query row and a context of at least `min_context` (and LEAST_CONTEXT) rows. None if there are none."""
+    """Return the sequences of a step that are allowed to attend to a part of their contexts only: those in
+    `meta.partial` with one query row and a context of at least `min_context` (and LEAST_CONTEXT) rows. None if there
+    are none."""
     least = max(min_context, LEAST_CONTEXT)
     found = [i for i in sorted(meta.partial) if meta.query_lens[i] == 1 and meta.context_lens[i] >= least]
     if not found:
@@ -102,7 +103,7 @@ class KvSelector(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StepSelection:
-    """The selection in one step: a selector of context rows, and the sequences (candidates) whose rows it chooses."""
+    """A selector of context rows, with the sequences of one step (candidates) for which it chooses rows."""
 
     selector: KvSelector
     candidates: Candidates
@@ -110,7 +111,7 @@ class StepSelection:
 
     def of_layer(self, layer: int, queries: Tensor, kv: KvPages, params: AttentionParams) -> Selection | None:
         """Return the context rows that one layer reads, as `KvSelector.choose` does; None to read all: in layers with a
-        window, softcap or sinks, and in layers without a guess if the selector looks ahead."""
+        window, softcap or sinks, and for a selector that `looks_ahead` in layers for which no queries were guessed."""
         if params.window is not None or params.softcap is not None or params.sinks is not None:
             return None
         if self.selector.looks_ahead:
@@ -120,8 +121,8 @@ class StepSelection:
 
 
 def most_rows(context: int, share: float) -> int:
-    """Return how many rows of a context may be read: `share` of them, but at least one more than the ALWAYS rows at
-    each end, which are always read."""
+    """Return the most rows of a context that a query reads: `share` of them, but at least one more than the 2 * ALWAYS
+    rows at both ends, which are always read. Never more than the context has."""
     return min(context, max(2 * ALWAYS + 1, int(share * context)))
 
 

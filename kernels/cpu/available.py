@@ -19,8 +19,9 @@ _NOWHERE_TO_KEEP = (
 
 @functools.cache
 def announce_compiling() -> None:
-    """Log a message when numba compiles a function that is not in its cache, which takes half a minute, or minutes on a
-    busy machine. Without a directory for the cache it does so at every start."""
+    """Make this process log one message when numba first compiles a function that is not in its cache, because that
+    takes half a minute, or minutes on a busy machine. Without a directory for the cache, numba compiles at every
+    start."""
     from numba.core import event
 
     class Announcer(event.Listener):

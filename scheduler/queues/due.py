@@ -98,7 +98,7 @@ class DueQueue:
         return self._shares.upcoming()
 
     def explain(self, sequence: Sequence, now: float) -> dict[str, float]:
-        """Return the seconds until the request is due; below 0 once that time has passed."""
+        """Return, as `due_in_s`, the seconds until the request is due; below 0 once that time has passed."""
         return {"due_in_s": self._looks[sequence].due_s - now}
 
     def _look_again(self, sequence: Sequence, now: float) -> None:

@@ -26,18 +26,18 @@ class WaitingQueue(Protocol):
         ...
 
     def refresh(self, now: float) -> None:
-        """Look up again where the KV of waiting requests lies. now: on the clock of arrivals. Called once a step. The
-        order changes only here and in `add`, `remove`, `dispatch` and `finished`."""
+        """Update the order by where the KV of waiting requests lies now. now: on the clock of `Sequence.arrived_s`.
+        Called once a step. The order changes only here and in `add`, `remove`, `dispatch` and `finished`."""
         ...
 
     def best(self, skipped: Container[Sequence]) -> Sequence | None:
-        """Return the request that starts next, leaving out those in `skipped`, which cannot start now. None if no other
-        may start before them, or none is left."""
+        """Return the request that starts next, leaving out those in `skipped`, which cannot start now. None if no
+        request is left, or if none of the others may start before those in `skipped`."""
         ...
 
     def may_be_passed(self, sequence: Sequence, now: float) -> bool:
         """Return whether others may start before this waiting request, which has found no room in HBM. now: on the
-        clock of arrivals."""
+        clock of `Sequence.arrived_s`."""
         ...
 
     def dispatch(self, sequence: Sequence) -> None:
@@ -56,7 +56,7 @@ class WaitingQueue(Protocol):
 
     def explain(self, sequence: Sequence, now: float) -> dict[str, float]:
         """Return the numbers that decide a waiting request's place in the queue, by name, for display. now: on the
-        clock of arrivals."""
+        clock of `Sequence.arrived_s`."""
         ...
 
 
