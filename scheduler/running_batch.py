@@ -88,7 +88,8 @@ class RunningBatch:
 
     def start(self, sequence: Sequence, reserved: int, draft: StepDraft) -> None:
         """Move a waiting sequence, which has room for `reserved` tokens, into the batch, and add its first chunk to the
-        step unless it still has to wait for its load."""
+        step. The chunk is left for a later step if this one has other chunks, which would have to wait for the
+        sequence's load."""
         had_early_load = sequence in self._early
         if had_early_load:
             self._early.start(sequence)

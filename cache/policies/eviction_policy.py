@@ -42,8 +42,8 @@ class EvictionPolicy(Protocol):
 
         Best called without the running turns. Their blocks are pinned anyway, and the blocks they add serve the
         session's next return. If running turns are named, their new blocks count as queued and push out sessions that
-        are not queued, however late they return. This does no harm, but a rotation of sessions with half of the room it
-        needs then hits 42 % instead of 50 %.
+        are not queued, however late they return. This costs hits, but nothing else: a rotation of sessions with half of
+        the room it needs then hits 42 % instead of 50 %.
         """
         ...
 

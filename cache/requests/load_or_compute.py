@@ -26,7 +26,7 @@ def choose_load(blocks: Sequence[LoadOption], rates: Rates, new_tokens: int) -> 
 
     Loads all of them if the first token then comes no later than if all were computed, because loading leaves the
     processors to others. Otherwise returns the number with which the first token comes soonest; 0: computing all is
-    fastest. Adds one more block now and then to measure the link again (`Rates.passed_over`).
+    fastest. Adds one more block now and then to measure the link again (`Rates.is_look_due`).
 
     There is one load stream, so the times of all directions add up. If a tier becomes faster, the result never becomes
     smaller, because the time saved is largest where most blocks are loaded.

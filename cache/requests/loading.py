@@ -158,7 +158,8 @@ class Loads:
 
     def release(self, context: RequestContext) -> bool:
         """Detach a load from its request, because the request gives its pages back. Returns whether its rows must not
-        be used, because the load has failed or is still under way. A load under way goes on for no request."""
+        be used, because the load has failed or is still under way. A load under way goes on, although no request waits
+        for it."""
         load, context.load = context.load, None
         if load is not None and load.state is LoadState.WANTED:
             load.state = LoadState.RELEASED
@@ -263,7 +264,7 @@ class Loads:
         return tokens
 
     def stalls_s(self) -> dict[str, float]:
-        """Return `stall_s` of every request that waits for a load under way."""
+        """Return, by request id, the `stall_s` of every request that waits for a load under way."""
         contexts = (load.context for load in self.under_way.values() if load.state is LoadState.WANTED)
         return {context.request_id: stall_s for context in contexts if (stall_s := self.stall_s(context))}
 

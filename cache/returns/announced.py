@@ -47,7 +47,7 @@ class Announced:
             self.changes += 1
 
     def expire(self, now: float) -> None:
-        """Remove the sessions whose time is over."""
+        """Remove the sessions that were announced more than a minute before `now`."""
         for name, until_s in list(self._until_s.items()):
             if until_s > now:
                 break

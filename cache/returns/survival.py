@@ -92,7 +92,8 @@ class ReturnModel:
             weights[place] += _LEARNING_RATE * error / math.sqrt(steps[place])
 
     def hazards(self, known: tuple[int, ...], gap_s: float | None, age_bin: int) -> list[float]:
-        """Return the chance of a return in each bin from `age_bin` on, given that none came before."""
+        """Return the chance of a return in each bin from `age_bin` on, given that none came before. known: the
+        session's `features`. gap_s: seconds between its last two turns; None: it had one turn."""
         return list(self._hazards(known, gap_s, age_bin))
 
     def _hazards(self, known: tuple[int, ...], gap_s: float | None, age_bin: int) -> Iterator[float]:
@@ -118,7 +119,7 @@ class ReturnModel:
 
     def value(self, known: tuple[int, ...], gap_s: float | None, age_bin: int) -> float:
         """Return the expected hits per second of keeping a session from this bin of age on (`best_rate`); 0 after the
-        last bin."""
+        last bin. known, gap_s: as for `hazards`."""
         return best_rate(self._hazards(known, gap_s, age_bin), _WIDTHS_S[age_bin:], _LEAST_S)
 
 

@@ -32,8 +32,8 @@ class Foreign:
 
 def scan(root: Path, own: Path, beat: Beat) -> tuple[dict[int, int], list[Foreign]]:
     """Return the sizes of this model's extent files by id, and the files that `Foreign` describes (of other models, or
-    not to be trusted). own: the directory of this model's files. beat: called now and then, so that the deadline of the
-    work begins anew. Deletes temporary files, since no process is writing now. Ignores files whose names do not follow
+    not to be trusted). own: the directory of this model's files. beat: called between the steps, so that a deadline
+    applies to each. Deletes temporary files, since no process is writing now. Ignores files whose names do not follow
     the scheme. Raises OSError."""
     ours: dict[int, int] = {}
     foreign: list[Foreign] = []

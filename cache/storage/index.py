@@ -57,7 +57,8 @@ class DiskIndex:
     def open(self, beat: Beat) -> tuple[dict[int, ExtentInfo], dict[tuple[str, str, str], tuple[int, SessionRecord]]]:
         """Return all intact rows: extents by id, and sessions by name with their stamps. An index that is damaged or of
         another schema is renamed and replaced by an empty one. An index that cannot be written, for example because the
-        disk is full, is kept, and read if possible. beat: called now and then, so that the deadline begins anew."""
+        disk is full, is kept, and read if possible. beat: called between the steps, so that a deadline applies to
+        each."""
         try:
             return self._load(beat)
         except (sqlite3.Error, UnicodeError) as error:
@@ -71,8 +72,8 @@ class DiskIndex:
             return self._load(beat)
 
     def make_again(self, beat: Beat) -> None:
-        """Start with an empty index, because its file was deleted. beat: called now and then, so that the deadline
-        begins anew."""
+        """Start with an empty index, because its file was deleted. beat: called between the steps, so that a deadline
+        applies to each."""
         self.close()
         self._move_aside()  # SQLite would apply the remaining log to the new file
         self._load(beat)

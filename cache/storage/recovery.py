@@ -26,8 +26,8 @@ class Recovered:
 
 
 def recover(index: DiskIndex, shards: Shards, opener: ExtentOpener, beat: Beat) -> Recovered:
-    """Open the index and make it agree with the files. beat: called now and then, so that the deadline begins anew. No
-    other process or thread may use the directory meanwhile. Raises OSError, sqlite3.Error."""
+    """Open the index and make it agree with the files. beat: called between the steps, so that a deadline applies to
+    each. No other process or thread may use the directory meanwhile. Raises OSError, sqlite3.Error."""
     known, sessions = index.open(beat)
     beat()
     files, foreign = scan(shards.root, shards.own, beat)

@@ -28,8 +28,8 @@ class DiskSpace:
 
     def open(self, sizes: Mapping[int, int], foreign: Iterable[Foreign], beat: Beat) -> None:
         """Count the extent files that a scan found: `sizes` by id for this model's, and `foreign` ones. Deletes foreign
-        files, the oldest first, while the total exceeds the cap. beat: called before each deletion, so that the
-        deadline begins anew."""
+        files, the oldest first, while the total exceeds the cap. beat: called before each deletion, so that a
+        deadline applies to each."""
         with self._lock:
             self._sizes = dict(sizes)
             self._foreign = deque(sorted(foreign, key=lambda record: record.extent_id))

@@ -78,7 +78,8 @@ class Saves:
             self._tickets[ticket].row = None
 
     def on_saved(self, ticket_id: int) -> None:
-        """Record that a slot is complete: its block is in DRAM now, and is to be written to disk."""
+        """Record that a slot is complete. Its block is in DRAM from now on, and is to be written to disk, unless the
+        save was cancelled or DRAM has the block already."""
         self._dirty.changes += 1
         ticket = self._tickets.pop(ticket_id)
         pages, slots = self._sources.pop(ticket.slot, ([], []))
