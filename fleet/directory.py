@@ -241,9 +241,10 @@ class Directory:
             return [None if epoch is None else int(epoch) for epoch in found]
 
     async def claim(self, name: SessionName, *, fingerprint: str, ttl_s: float, begun: int = 0) -> Claim:
-        """Make this replica the home of a session (the one that may commit to it), new or not. ttl_s: time to live of a
-        new session after its last use. begun: the epoch of this replica's first claim of the session, if it has a copy;
-        only used after a flush (the directory lost its data). Raises DirectoryFlushed too."""
+        """Make this replica the home of a session, which is the one that may commit to it. The session's record is made
+        if there is none. ttl_s: time to live of a new session after its last use. begun: the epoch of this replica's
+        first claim of the session, 0 if it has no copy; only used after a flush (the directory lost its data). Raises
+        DirectoryFlushed too."""
         names = self._keys_of(name, fingerprint)
         answer = await self._server.run(
             *("claim", self.born, self._replica, self._boot, name.session_id, names.tenant, names.name, names.member),
@@ -355,9 +356,10 @@ class Directory:
             return tuple(sorted(other.decode() for other, at_ms in beaten if at_ms >= since_ms and other in waiting))
 
     async def held(self, tenant: str, *, first: int = 0, count: int = 0, longest_s: float = 0.0) -> Held:
-        """Return how many sessions and bytes of KV a tenant has. With `count` also the names of that many sessions in
-        the order of their last use, from index `first` on; "" for one that must stay: it is pinned, runs or was used
-        last. longest_s: a turn that began longer ago than this runs no more."""
+        """Return how many sessions and bytes of KV a tenant has. With `count` also the names of up to `count` sessions,
+        ordered by last use, the oldest first, beginning with the one at index `first`. The name is "" for a session
+        that may not be deleted: it is pinned, runs, or is the one used last. longest_s: a turn that began longer ago
+        than this no longer counts as running."""
         answer = await self._server.run("held", self.keys.tenant(tenant), first, count, _milliseconds(longest_s))
         with _reading():
             _, sessions, size_bytes, names = answer
@@ -385,8 +387,10 @@ class Directory:
             return Taken(wait_s, level)
 
     async def enter(self, place: Place, *, most: int, lease_s: float) -> tuple[bool, int]:
-        """Take places (one for each running answer that counts against its key) for an answer, if its tenant then has
-        no more than `most`. Returns whether they were taken, and how many are in use."""
+        """Take places for one answer of a tenant, if the tenant then uses at most `most` places. (A place is needed for
+        each running answer that counts against a key.) They are freed by `leave_places`, or when their lease ends:
+        `lease_s` from now, unless `renew` extends it. Returns whether they were taken, and how many the tenant uses
+        now."""
         key = keys.places(self.keys.tenant(place.tenant))
         answer = await self._server.run("enter", key, place.lease, place.count, most, _milliseconds(lease_s))
         with _reading():
@@ -394,7 +398,8 @@ class Directory:
             return outcome == b"entered", int(in_use)
 
     async def renew(self, places: Sequence[Place], *, lease_s: float) -> None:
-        """Extend the leases of answers' places. Writes places again after a flush."""
+        """Extend the leases of these places, which then last `lease_s` from now. Places that a flush has removed are
+        written again."""
         for start in range(0, len(places), RENEWED_AT_ONCE):
             values: list[str | int] = []
             for place in places[start : start + RENEWED_AT_ONCE]:
@@ -402,7 +407,7 @@ class Directory:
             await self._server.run("renew", _milliseconds(lease_s), *values)
 
     async def leave_places(self, place: Place) -> None:
-        """Free the places of an answer."""
+        """Free the places that `enter` took for an answer."""
         key = keys.places(self.keys.tenant(place.tenant))
         await self._server.ask(self._redis.zrem(key, f"{place.count}:{place.lease}"))
 

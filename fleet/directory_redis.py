@@ -88,16 +88,17 @@ class DirectoryRedis:
             log.info("connections to Redis were left open, as it is away: %s: %.200s", type(error).__name__, error)
 
     async def run(self, script: str, *values: Any, deadline_s: float | None = None) -> list[Any]:
-        """Run a script of scripts/ and return its reply. Raises DirectoryUnavailable, also for a reply that is not a
-        list."""
+        """Run the script of this name in scripts/ and return its reply. values: its arguments. deadline_s: as in `ask`.
+        Raises DirectoryUnavailable, also for a reply that is not a list."""
         answer = await self.ask(self._scripts[script](args=values), deadline_s=deadline_s)
         if not isinstance(answer, list) or not answer:
             raise DirectoryUnavailable(f"no reply to {script}")
         return answer
 
     async def ask(self, call: Awaitable[T], *, deadline_s: float | None = None) -> T:
-        """Await an answer of Redis. deadline_s: given only for calls that no request waits for. While Redis is away
-        these calls still try it from time to time, and requests fail at once. Raises DirectoryUnavailable."""
+        """Await a reply of Redis. deadline_s: how long to wait; None: the deadline of this object. Only calls that no
+        request waits for give one: while the circuit breaker is open, they still try Redis from time to time, and all
+        other calls fail at once. Raises DirectoryUnavailable."""
         may_ask = self.state == "closed" if deadline_s is None else self._breaker.allows(time.monotonic())
         if not may_ask:
             if asyncio.iscoroutine(call):

@@ -92,7 +92,8 @@ class Outbox:
         self._count()
 
     def first(self, count: int) -> list[Unsent]:
-        """Return the `count` entries that have waited longest. One that cannot be decoded is removed."""
+        """Return the `count` entries that have waited longest, without removing them. An entry that cannot be decoded
+        is removed."""
         return self._in_time(partial(self._first, count), [])
 
     def _first(self, count: int) -> list[Unsent]:
@@ -118,8 +119,8 @@ class Outbox:
         self._in_time(partial(self._delete, "name = ?", _name(tenant, session_id, salt)), None)
 
     def forget(self, tenant: str, session_id: str) -> None:
-        """Remove the entries of a deleted session, with any salt. Afterwards the files hold nothing of them, nor of
-        entries that were removed before; if the disk does not answer or has no room, once it does."""
+        """Remove the entries of a deleted session, with any salt, and erase all removed entries from the files. If the
+        disk does not answer or has no room, that is done at a later call, once it does."""
         if len(self._to_forget) < MAX_TO_FORGET:
             self._to_forget.append(_name(tenant, session_id, ""))
         self._in_time(lambda: None, None)

@@ -21,9 +21,9 @@ def overview(
     under_way: Callable[[str], int] | None = None,
     gateway: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return a description of the fleet from the table of members. now: by its clock. limit: number of replicas, in
-    order of name. under_way: returns how many requests of the gateway a replica has not answered. gateway: counts of
-    that gateway since its start; None on a replica."""
+    """Return a description of the fleet from the table of members. now: the time by the table's clock. limit: number of
+    replicas to describe, the first in order of name. under_way: returns for a replica how many requests of this gateway
+    it has not answered; None on a replica. gateway: counts of this gateway since its start; None on a replica."""
     silent, beats = set(members.silent()), members.beats
     states: dict[str, int] = {}
     for name, beat in beats.items():

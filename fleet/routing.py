@@ -162,8 +162,8 @@ class FleetView:
         return stale
 
     def assign(self, name: str, seconds: float, now: float) -> None:
-        """Count `seconds` of work that was given to a replica. It counts until a beat that was made later includes
-        it."""
+        """Count `seconds` of work that a replica was given at time `now`. They count until a later beat of the replica
+        includes them."""
         member = self._members[name]
         member.add(seconds, now)
         if member.assigned and int(member.assigned[-1][0] / _SLICE_S) == int(now / _SLICE_S):
@@ -190,7 +190,7 @@ class FleetView:
         return member is not None and not member.beat.draining and now - member.made_s <= STALE_S
 
     def redis_bytes_per_s(self) -> float:
-        """The median of the rates from Redis that the replicas measured, 0 if none has."""
+        """The median of the rates at which replicas measured their loads from Redis; 0 if none has measured one."""
         rates = [rate for member in self._members.values() if (rate := member.beat.redis_bytes_per_s) > 0]
         return median(rates) if rates else 0.0
 
@@ -286,13 +286,13 @@ class Router:
         return self.home_or_other(question, home, at_home, now, excluded)
 
     def hardly_waits(self, at_home: Cost) -> bool:
-        """Return whether a turn stays at home without a look at other replicas, since it would wait there for at most
-        `_HYSTERESIS_S` longer than it takes to load and compute. at_home: its cost there."""
+        """Return whether a turn stays at home without a comparison with other replicas: its wait there is at most the
+        time that it takes to load and compute, plus `_HYSTERESIS_S`. at_home: its cost at home."""
         return at_home.wait_s <= _HYSTERESIS_S + at_home.load_s + at_home.compute_s
 
     def fall_back(self, session: str, now: float, *, excluded: Container[str] = ()) -> Choice:
-        """Choose by rendezvous hashing, the same on every gateway, when the directory cannot be reached. Raises
-        NoReplica."""
+        """Choose by rendezvous hashing, which needs no directory: every gateway that knows the same replicas chooses
+        the same one. excluded: replicas that were tried already. Raises NoReplica."""
         names = [name for name in self.view.names if name not in excluded and self.view.is_open(name, now)]
         if not names:
             raise NoReplica
@@ -312,7 +312,8 @@ class Router:
     def home_or_other(
         self, question: Question, home: str, at_home: Cost, now: float, excluded: Container[str]
     ) -> Choice:
-        """Choose between home and other replicas for a turn that would wait at home, and count its work."""
+        """Choose between home and other replicas for a turn that would wait at home, and count its work for the chosen
+        replica. at_home: its cost at home. excluded: replicas that were tried for it already."""
         if not self._is_rate_known:
             self._budget.set_rate(_REDIS_SHARE * self.view.redis_bytes_per_s(), now)
         found = self.cheapest_drawn(question, now, excluded, home)
@@ -331,8 +332,8 @@ class Router:
     def cheapest_drawn(
         self, question: Question, now: float, excluded: Container[str], home: str | None = None
     ) -> tuple[str, Cost] | None:
-        """Return the cheapest of some replicas drawn at random, with its cost; ties are decided by the draw. None if
-        there is no replica except `home` and `excluded`."""
+        """Draw up to `looks` replicas at random and return the cheapest for the turn, with its cost; of equally cheap
+        ones the first drawn. None if no replica takes turns except `home` and those in `excluded`."""
         best: tuple[str, Cost] | None = None
         for name in self._draw(now, excluded, home):
             cost = self.view.cost(name, question, now)

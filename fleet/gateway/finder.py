@@ -76,8 +76,9 @@ class Finder:
         self._foreign_of_s = 0.0  # the table of members that it was made of
 
     async def find(self, turn: Turn) -> Found:
-        """Find the session of a turn. Never fails: if the directory does not answer, the history's length is estimated
-        from the request's text, and its home is the replica to which this gateway sent the conversation last."""
+        """Find the session of a turn. Never fails. If the directory does not answer, or has no record of the session,
+        the length of the history is estimated from the request's text, and the home is the replica to which this
+        gateway sent the conversation last."""
         fingerprints = self._fingerprints(turn.model)
         record, fingerprint, is_known = None, "", True
         try:
@@ -146,12 +147,13 @@ class Finder:
         return home if home is not None and self._router.view.is_open(home, self._clock()) else None
 
     def cannot_serve(self, model: str) -> frozenset[str]:
-        """Return the replicas that serve only other models. If no replica serves this one, return none of them: any may
-        then answer that there is no such model."""
+        """Return the replicas that serve only other models than `model`. If no replica serves `model`, return none: any
+        of them may then answer that there is no such model."""
         return self._others(model, "")
 
     def runs_at(self, response_id: str) -> str | None:
-        """Return the replica at which a response runs in the background; None if it does not."""
+        """Return the replica at which a response runs in the background, read from the response's id; None if the id
+        names no replica of the fleet."""
         return runs_at(response_id, self._members.beats)
 
     async def _look(self, turn: Turn, fingerprint: str) -> Record | None:

@@ -39,8 +39,9 @@ class Claims:
         self._ttl_s, self._deleted_until = ttl_s, deleted_until
 
     async def claim(self, name: SessionName) -> bool:
-        """Make this replica the session's home, and fetch what others have committed of it. Returns whether anything
-        was fetched, so that the turn's prompt may now be found in the transcript."""
+        """Make this replica the session's home, and fetch what other replicas have committed of the session. Returns
+        whether anything was fetched: then more of the turn's prompt may be found in the transcript. Returns False if
+        the directory does not answer."""
         held = self._held.of(name)
         async with held.lock:
             try:

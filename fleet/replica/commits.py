@@ -45,15 +45,16 @@ class Commits:
         self._deadline_s, self._last_epoch = deadline_s, last_epoch
 
     async def commit(self, name: SessionName, *, tokens: int, ttl_s: float | None, chains: tuple[bytes, ...]) -> None:
-        """Commit a turn that has ended. Waits up to the deadline; after that it is committed later. tokens: length of
-        the session's context. ttl_s: time after its last use until the session expires; None: it is pinned. chains:
-        digests of the conversation, by which its next request finds the session."""
+        """Commit a turn that has ended. Waits for the directory up to the deadline; a turn that is not recorded by then
+        is committed later. tokens: length of the session's context. ttl_s: time after its last use until the session
+        expires; None: it is pinned. chains: digests of the conversation, by which its next request finds the
+        session."""
         task = self._background.spawn(self._commit(name, tokens=tokens, ttl_s=ttl_s, chains=chains))
         await asyncio.wait({task}, timeout=self._deadline_s)
 
     def on_head(self, head: Head) -> None:
-        """Store the engine's newest head of a session (the record by which another replica can take it over). A head
-        that comes after its turn is committed with the next beat."""
+        """Keep the engine's newest head of a session (the record by which another replica can take it over), to be
+        committed. A head that comes after the commit of its turn is committed with the next beat."""
         held = self._held.of(SessionName(head.tenant, head.session_id, head.salt))
         held.head, held.redis_tokens, held.has_new_head = head.head, head.redis_tokens, True
 
@@ -78,8 +79,8 @@ class Commits:
                         await self._send(name, held, ends_turn=False)
 
     def forget_directory(self) -> list[tuple[SessionName, HeldSession]]:
-        """Forget which claims and commits the directory had, because it has lost its data. Returns the sessions of
-        which this replica was the home, which must be sent to it again."""
+        """Forget which claims and commits the directory has recorded, because it has lost its data. Returns the
+        sessions of which this replica was the home, which the caller must commit again (`send_again`)."""
         owned = []
         for name, held in self._held.items():
             owned += [(name, held)] if held.epoch else []
@@ -87,7 +88,7 @@ class Commits:
         return owned
 
     async def send_again(self, sessions: Iterable[tuple[SessionName, HeldSession]]) -> None:
-        """Commit sessions that the directory has lost again, with the next beats."""
+        """Queue sessions that the directory has lost, so that the next beats commit them again."""
         for name, held in sessions:
             await self._outbox.put(self._unsent(name, held, self._server.fingerprint))
 

@@ -40,7 +40,8 @@ class Copies:
         await self._commands.delete_here(session_id, tenant=tenant)
 
     async def delete_soon(self, tenant: str, session_id: str) -> None:
-        """Delete the copies as soon as no request of the session runs."""
+        """Wait until no request of the session runs, then delete the copies of this id, with any salt. Errors are not
+        raised: the deletion is tried again until it succeeds or nothing is there."""
         while True:
             try:
                 await self.delete(tenant, session_id)
@@ -51,15 +52,16 @@ class Copies:
             await asyncio.sleep(POLL_S)
 
     async def delete_older(self, tenant: str, session_id: str, epoch: int) -> None:
-        """Delete the copies as soon as no request of the session runs. Does nothing if the session was begun again
-        after the deletion with this epoch (a number that grows with every claim and deletion)."""
+        """Wait until no request of the session runs, then delete the copies of this id, with any salt. Does nothing if
+        the session was begun again after the deletion with this epoch (a number that grows with every claim and
+        deletion)."""
         if not self._held.are_begun_after(SessionName(tenant, session_id), epoch):
             await self.let_go(tenant, session_id, epoch)
             await self.delete_soon(tenant, session_id)
 
     async def let_go(self, tenant: str, session_id: str, epoch: int) -> None:
-        """Forget the sessions of an id, with any salt, whose first claim has this epoch or an earlier one, so that this
-        replica no longer commits to them. Drops the id's commits that wait in the outbox."""
+        """Forget the claims of the sessions of an id, with any salt, whose first claim has this epoch or an earlier
+        one, so that this replica no longer commits to them. Drops all commits of this id that wait in the outbox."""
         for name, held in self._held.of_id(tenant, session_id).items():
             if held.begun <= epoch:
                 self._held.forget(name)

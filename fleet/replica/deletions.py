@@ -40,7 +40,7 @@ class Copies(Protocol):
 
 class Deletions:
     """A part that carries out the fleet's deletions here. It stores on disk the epoch (a number that grows with every
-    deletion) up to which they were carried out. One per replica, on its event loop."""
+    claim and deletion) up to which all deletions were carried out, `since`. One per replica, on its event loop."""
 
     def __init__(self, *, path: Path, directory: Directory, copies: Copies, disk: StateDisk | None = None) -> None:
         """Set up. path: of the file. disk: the file's."""
@@ -53,8 +53,12 @@ class Deletions:
         self._remembered: OrderedDict[str, Forgotten] = OrderedDict()
 
     async def carry_out(self, heard: Heard, *, fingerprint: str) -> None:
-        """Carry out the deletions in the directory's answer to a beat, and report that to it. Raises ApiError or
-        DirectoryUnavailable; then `since` stays, so that the next answer has them again. Only one call at a time."""
+        """Carry out the deletions that the directory's answer to a beat (`heard`) contains, report each of them to the
+        directory as carried out, and raise `since`, the epoch up to which all deletions were carried out here. If the
+        directory has forgotten some deletions after `since`, sessions here without a sufficiently old record are
+        deleted too. fingerprint: the served model's. Raises ApiError or DirectoryUnavailable; then `since` stays as it
+        was, so that the answer to the next beat contains the same deletions again. Not to be called again before it has
+        returned."""
         if not heard.reaches_back:
             await self._clear(fingerprint)
         if heard.forgotten:
@@ -65,14 +69,16 @@ class Deletions:
         self.is_caught_up |= not heard.has_more
 
     async def save(self) -> None:
-        """Write to disk up to which epoch deletions were carried out."""
+        """Write `since`, the epoch up to which deletions were carried out, to disk. A disk that does not answer is no
+        error: the directory then sends the same deletions again."""
         if self.since != self._saved:
             self._saved = self.since
             with contextlib.suppress(DiskAway):  # the directory sends them once more
                 await asyncio.to_thread(self._thread.run, partial(_write, self._path, self.since))
 
     async def publish_again(self) -> None:
-        """Tell the directory again what was deleted, after it has lost its data. Raises DirectoryUnavailable."""
+        """Write the deletions that were carried out here to the directory again, after it has lost its data. Raises
+        DirectoryUnavailable."""
         await self._directory.remember(list(self._remembered.values()))
 
     async def _delete(self, deletions: Sequence[Forgotten]) -> None:

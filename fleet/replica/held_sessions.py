@@ -42,8 +42,8 @@ class HeldSessions:
         return list(self._by_name.items())
 
     def of(self, name: SessionName) -> HeldSession:
-        """Return the entry of a session, making one if needed. The sessions used longest ago are forgotten: their next
-        turn fetches them again."""
+        """Return the entry of a session, making one if needed. If the table then has too many entries, the session used
+        longest ago is dropped, unless it runs; its next turn fetches it again from the directory."""
         held = self._by_name.get(name)
         if held is None:
             held = self._by_name[name] = HeldSession(ttl_s=self._ttl_s)

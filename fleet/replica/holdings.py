@@ -22,9 +22,9 @@ class HeldInFleet:
 
     async def trim(self, tenant: str, limits: KeyLimits) -> str:
         """Delete the tenant's sessions that exceed its quota in the whole fleet, those used longest ago first. Returns
-        what still exceeds it; empty if nothing does. Every server deletes its copy, this one too, when it learns of the
-        deletion. Another server that checks the same quota may delete the same session at the same time, which counts
-        once."""
+        what still exceeds the quota; empty if nothing does. Every server, this one included, deletes its own copies
+        later, when it learns of the deletion. Two servers that check the same quota at the same time may both delete
+        the same session, which does no harm."""
         try:
             place = left = 0
             held = await self._directory.held(tenant)
@@ -48,8 +48,8 @@ class HeldInFleet:
 
 
 class Spending:
-    """A counter of the tokens that keys have used on this replica and that the directory has not been told of. One per
-    replica, on its event loop."""
+    """A counter of the tokens that tenants have used on this replica and that the directory has not been told of.
+    Counts only tenants with a limit of tokens per minute. One per replica, on its event loop."""
 
     def __init__(self, *, directory: Directory, limits: Callable[[str], KeyLimits]) -> None:
         self._directory = directory
@@ -57,7 +57,8 @@ class Spending:
         self._owed: dict[str, int] = {}  # tenant with an allowance -> tokens of which the directory has not heard
 
     def add(self, tenant: str, tokens: int) -> bool:
-        """Add tokens. Returns whether there is something to report."""
+        """Count tokens that a tenant has used. Returns whether they were counted; False if the tenant has no limit of
+        tokens per minute."""
         per_minute = self._limits(tenant).tokens_per_minute
         if not per_minute or tokens <= 0:
             return False
@@ -66,8 +67,8 @@ class Spending:
         return True
 
     async def tell(self) -> None:
-        """Report to the directory all tokens that were added. Raises DirectoryUnavailable; what was not reported waits
-        for the next call."""
+        """Report to the directory all counted tokens, and reset the counts. Raises DirectoryUnavailable; what was not
+        reported stays counted."""
         while self._owed:
             tenant = next(iter(self._owed))
             tokens = self._owed.pop(tenant, 0)

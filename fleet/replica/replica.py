@@ -148,40 +148,47 @@ class Replica:
     # --- what requests ask --------------------------------------------------------------------------------------------
 
     def arrive(self, *, tenant: str, path: str, request_id: str, headers: Mapping[str, str]) -> ArrivedRequest:
-        """Return the object that represents a request from its arrival on, as `arrivals.arrived` does."""
+        """Return the object that represents a request from its arrival on: relayed by a gateway, or direct. Raises
+        ApiError 403 for a request that resumes an answer without a gateway."""
         return arrived(self, self.key, tenant=tenant, path=path, request_id=request_id, headers=headers)
 
     def background_id(self, response_id: str) -> str:
-        """Return an id that tells gateways where the response runs."""
+        """Return the id of a response that runs in the background here, from which gateways read that it runs here.
+        response_id: the id that it would have on a server alone."""
         return background_id(response_id, self.name)
 
     async def claim(self, name: SessionName) -> bool:
-        """Make this replica the session's home, as `Claims.claim` does."""
+        """Make this replica the session's home, and fetch what other replicas have committed of the session. Returns
+        whether anything was fetched; False also if the directory does not answer."""
         return await self._claims.claim(name)
 
     def begin(self, *, tenant: str, session_id: str, salt: str) -> TurnUnderWay:
-        """Note that a turn has begun, and return the object that commits it when it ends."""
+        """Note that a turn of the session has begun, and return the object that commits the turn when it ends."""
         name = SessionName(tenant, session_id, salt)
         self.held.of(name).running += 1
         return TurnUnderWay(self, name)
 
     async def commit(self, name: SessionName, *, tokens: int, ttl_s: float | None, chains: tuple[bytes, ...]) -> None:
-        """Commit a turn that has ended, as `Commits.commit` does."""
+        """Commit a turn that has ended: record it in the directory, or in the outbox if the directory does not answer.
+        Parameters as in `Commits.commit`."""
         await self._commits.commit(name, tokens=tokens, ttl_s=ttl_s, chains=chains)
 
     def left(self, name: SessionName) -> None:
-        """Note that a turn has ended without a token. Nothing is committed, and the session stays claimed."""
+        """Note that a turn has ended here with nothing to commit: no token was generated, or another replica continues
+        the answer. The session stays claimed."""
         held = self.held.of(name)
         held.running = max(0, held.running - 1)
 
     def spend(self, tenant: str, tokens: int) -> None:
-        """Have the tokens that a key has used reported to the fleet soon."""
+        """Add to the tokens that a tenant (the name of a key) has used. Only queues them: a background task reports
+        them to the directory, and what it cannot report is sent with a later beat. Tokens of a tenant without a limit
+        of tokens per minute are not counted."""
         if self._spending.add(tenant, tokens) and (self._telling is None or self._telling.done()):
             self._telling = self._background.spawn(self._tell_spending())
 
     async def keep(self, session_id: str, *, tenant: str, ttl_s: float | None) -> None:
-        """Tell the fleet how long a session lives after its last use; None: it is pinned. If the directory does not
-        answer, the session's record lives as long as before."""
+        """Tell the fleet how many seconds a session lives after its last use; None: it is pinned. If the directory does
+        not answer, the lifetime of the session's record is not changed."""
         with contextlib.suppress(DirectoryUnavailable):
             await self.directory.keep(tenant, session_id, ttl_s=ttl_s)
 
@@ -190,7 +197,8 @@ class Replica:
         self._commits.on_head(head)
 
     async def delete(self, session_id: str, *, tenant: str) -> None:
-        """Delete a session on every replica, as `delete_everywhere` does."""
+        """Delete the sessions of this id, with any salt, on every replica. Raises ApiError: 404 if no replica has one,
+        409 while a request of it runs here, 503 if not all replicas are known to have deleted it."""
         timeout_s = REPLY_TIMEOUT_S
         await delete_everywhere(tenant, session_id, copies=self._copies, directory=self.directory, timeout_s=timeout_s)
 
@@ -201,11 +209,13 @@ class Replica:
         await self.beats.run()
 
     async def beat(self) -> None:
-        """Send one beat, as `Beats.beat` does."""
+        """Send one beat: report that this server lives, carry out deletions, and send the commits that wait. Raises
+        DirectoryUnavailable."""
         await self.beats.beat()
 
     async def leave(self) -> None:
-        """Give up the claims of all sessions and leave the fleet."""
+        """Wait a few seconds for background work, send the commits that wait, give up the claims of all sessions, leave
+        the fleet, and close the parts. A directory that does not answer is no error."""
         self.beats.stop()
         await self._background.finish(timeout_s=LAST_WORDS_S)
         with contextlib.suppress(DirectoryUnavailable):

@@ -47,7 +47,8 @@ class ReplicaTurn:
         self._keep_s = 0.0
 
     def admit(self, session_id: str | None, model: ModelInfo) -> str | None:
-        """Return the id of the turn's session. Raises ApiError 409 for an answer that another model began."""
+        """Return the id of the turn's session: `session_id`, or for a resumed answer that of the replica that began it.
+        Raises ApiError 409 if that replica has another model."""
         if self._resumed is None:
             return session_id
         self._resumed.check(model)
@@ -70,7 +71,8 @@ class ReplicaTurn:
         self._home.spend(self._tenant, tokens)
 
     async def end(self, turn: RunningTurn) -> None:
-        """Commit the turn to the directory, so that every member finds a turn whose end a client has seen."""
+        """Commit the turn to the directory before the client sees its end, so that every member then finds the turn.
+        Commits nothing if no token was generated or another replica continues the answer."""
         if self._under_way is None:
             return
         said = [choice for choice in turn.choices if choice.token_ids]

@@ -154,12 +154,13 @@ class ResumedTurn:
         )
 
     def num_tokens(self, num_choices: int) -> int:
-        """Return the number of tokens that the other server generated, for all choices."""
+        """Return the number of tokens that the other server generated, for all choices. num_choices: choices of one
+        generation."""
         return sum(len(delta.ids) for delta in self.deltas if delta.choice // num_choices == self.place)
 
     def said(self, num_choices: int) -> list[list[int] | None]:
-        """Return the tokens that the other server generated for each choice. None for a choice that has ended, which is
-        not continued."""
+        """Return for each choice the tokens that the other server generated; None for a choice that has ended and is
+        not continued. num_choices: choices of one generation."""
         said: list[list[int] | None] = [[] for _ in range(num_choices)]
         for delta in self.deltas:
             place, index = divmod(delta.choice, num_choices)
@@ -171,8 +172,9 @@ class ResumedTurn:
         return said
 
     def over(self, num_choices: int) -> list[int] | None:
-        """Return the tokens of the prompt's first choice if that choice has ended; None if it continues. The engine
-        needs them to keep the whole answer in the session although it does not generate it again."""
+        """Return the tokens of the generation's first choice if that choice has ended; None if it continues. The engine
+        adds them to the session, whose context otherwise would lack an answer that is not generated again. num_choices:
+        choices of one generation."""
         mine = [delta for delta in self.deltas if delta.choice == self.place * num_choices]
         if not any(delta.end is not None for delta in mine):
             return None

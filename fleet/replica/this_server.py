@@ -19,5 +19,5 @@ class ThisServer:
 
     @property
     def fingerprint(self) -> str:
-        """The fingerprint of the server's model; empty until that has been loaded once."""
+        """The fingerprint of the server's model; empty until the model has been loaded once."""
         return self.readiness.fingerprint

@@ -44,11 +44,11 @@ class TurnUnderWay:
         tokens: int,
         ttl_s: float | None,
     ) -> None:
-        """Commit the turn. Waits for the directory as long as `fleet.deadline_ms` says; after that it is committed
-        later. chain: digest of the request's messages, see `reprise.fleet.identify`; None: the next request does not
-        find the session by its messages. names: further digests by which a request finds the session, such as that of a
-        response's id. tokens: length of the session's context. ttl_s: time after its last use until the session
-        expires; None: it is pinned."""
+        """Commit the turn; only the first call has an effect. Waits for the directory as long as `fleet.deadline_ms`
+        says; a turn that is not recorded by then is committed later. chain: digest of the request's messages, see
+        `reprise.fleet.identify`; None: the next request does not find the session by its messages. names: further
+        digests by which a request finds the session, such as that of a response's id. tokens: length of the session's
+        context. ttl_s: time after its last use until the session expires; None: it is pinned."""
         if self._ended:
             return
         self._ended = True
@@ -56,7 +56,8 @@ class TurnUnderWay:
         await self._home.commit(self._name, tokens=tokens, ttl_s=ttl_s, chains=(*chains, *names))
 
     def give_up(self) -> None:
-        """Note that the turn has ended without a token."""
+        """Note that the turn has ended here with nothing to commit: no token was generated, or another replica
+        continues the answer."""
         if not self._ended:
             self._ended = True
             self._home.left(self._name)

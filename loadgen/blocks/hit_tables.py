@@ -76,7 +76,8 @@ def table(result: dict[str, Any]) -> Table:
 
 
 def draw(result: dict[str, Any], out: Path) -> None:
-    """Draw a line per policy. Raises ImportError without matplotlib."""
+    """Draw the hit rate over the capacity, one line per policy, into the picture file `out`. Raises ImportError without
+    matplotlib."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.2), layout="constrained")

@@ -60,8 +60,8 @@ class Http:
 
     async def send(self, request: bytes, take: Take) -> tuple[float, HttpResponse]:
         """Send one request; `take` is called with each piece of the answer's body. Returns the time of sending on the
-        performance counter, and the complete answer. Raises ConnectFailed, Silent, Broken, and BadResponse of
-        `response`."""
+        performance counter, and the complete answer. Raises ConnectFailed, Silent, Broken, and BadResponse (of the
+        module `response`)."""
         while True:
             connection = self._kept()
             reused = connection is not None

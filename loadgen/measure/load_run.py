@@ -88,7 +88,8 @@ def workload(options: Options) -> Workload:
 
 
 def repeated(conversations: Sequence[Conversation]) -> int:
-    """Return how many conversations repeat another one word for word, which a cache would hit too."""
+    """Return how many conversations repeat an earlier one word for word, so that a cache hits their prompts too.
+    Conversations whose first turn has no text of its own are not counted."""
     told = [tuple(turn.text for turn in conversation.turns) for conversation in conversations]
     return sum(1 for texts in told if texts[0]) - len({texts for texts in told if texts[0]})
 

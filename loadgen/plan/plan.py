@@ -67,7 +67,7 @@ class Plan:
 
     @property
     def chosen(self) -> Row:
-        """The row with the least storage that reaches the share `target` of the best hit rate."""
+        """The row with the least storage that reaches the share `target` of the best hit rate of all rows."""
         return _least(self.rows, self.target)
 
     def figures(self) -> dict[str, Any]:
@@ -107,9 +107,10 @@ def machine_of(model: str) -> Machine:
 def of_trace(
     path: Path, machine: Machine, *, dram_gb: float, target: float, prices: Prices, progress: Callable[[float], None]
 ) -> Plan:
-    """Plan for a trace. Every request is considered alone: none waits for another, however many GPUs that takes.
-    dram_gb: the most DRAM; further storage is disk. target: share of the best hit rate that is to be reached. Raises
-    ValueError for a trace that cannot be read or names no blocks, OSError."""
+    """Plan the DRAM and disk for the requests of a trace: what each amount of storage hits and costs. Every request is
+    considered alone: none waits for another, however many GPUs that takes. dram_gb: the most GB of DRAM; any storage
+    beyond them is disk. target: the share (0 to 1) of the best hit rate that the chosen amount has to reach. progress:
+    called with each amount, in GB. Raises ValueError for a trace that cannot be read or names no blocks, OSError."""
     requests = traces.read(path)
     blocks = {name for request in requests for name in request.block_names}
     if not blocks:
@@ -153,10 +154,15 @@ def of_distribution(
     distribution: Distribution, seed: int, dram_gb: float, target: float, prices: Prices,
     progress: Callable[[float], None],
 ) -> Plan:  # fmt: skip
-    """Plan for conversations of which `sessions_per_s` begin per second, on as many machines as could serve them
-    without storage. Simulates one of these machines, with its part of the conversations, and counts the turns of the
-    second half. sessions: how many conversations to simulate; 0: enough for twice the TTL, within bounds. Raises
-    ValueError."""
+    """Plan the DRAM and disk for conversations drawn from `distribution`, of which `sessions_per_s` begin per second:
+    what each amount of storage hits and costs. Assumes as many machines as could serve the conversations if no KV were
+    stored. Simulates one of these machines with its part of the conversations; the first half of the simulated turns
+    only fills the storage and is not counted.
+
+    sessions: number of conversations to simulate; 0: enough for twice the TTL, within bounds. dram_gb: the most GB of
+    DRAM per machine; any storage beyond them is disk. target: the share (0 to 1) of the best hit rate that the chosen
+    amount has to reach. progress: called with each amount, in GB over all machines. Raises ValueError.
+    """
 
     def drawn(count: int, rate: float) -> list[Conversation]:
         return workload(
@@ -202,7 +208,7 @@ def of_distribution(
 
 
 def enough(ttl_s: float, sessions_per_s: float) -> int:
-    """Return how many conversations cover twice the time that KV is stored, within bounds."""
+    """Return how many conversations begin within twice the time that KV is stored (`ttl_s`), within bounds."""
     return math.ceil(min(_MOST, max(_FEWEST, 2 * ttl_s * sessions_per_s)))
 
 
@@ -296,7 +302,8 @@ def amount(gb: float) -> str:
 
 
 def draw(plan: Plan, out: Path) -> None:
-    """Draw hit rate, TTFT and cost over storage. Raises ImportError without matplotlib."""
+    """Draw hit rate, TTFT and cost over the amount of storage into the picture file `out`. Raises ImportError without
+    matplotlib."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 3.4), layout="constrained")

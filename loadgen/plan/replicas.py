@@ -63,9 +63,11 @@ def plan_replicas(
     machine: Machine, *, rate: float, ttft_target_s: float, ttl_s: float, think_time: str, distribution: Distribution,
     seed: int, progress: Callable[[int], None],
 ) -> FleetPlan:  # fmt: skip
-    """Simulate fleets, beginning with as many replicas as the rate needs at least. While the fleet misses the target
-    the next one is larger; otherwise the next ones are smaller until one misses it. rate: conversations that begin a
-    second. Conversations end before they overflow the window. Raises ValueError."""
+    """Find by simulation how many replicas keep the 95th percentile of TTFT within `ttft_target_s`. The first fleet has
+    as many replicas as the rate needs at least. While a fleet misses the target, a larger one is simulated; if the
+    first one meets it, smaller ones follow until one misses it. rate: conversations that begin per second; they end
+    before they overflow the window. progress: called with the number of replicas before each simulation. Raises
+    ValueError."""
 
     def drawn(sessions: int, rate: float, seed: int) -> list[Conversation]:
         found = workload(

@@ -39,8 +39,9 @@ class SimulatedLookAhead:
             self._store.look_ahead(self._names, now)
 
     def fetch(self, now: float) -> None:
-        """Begin to fetch KV from disk into DRAM: of the first waiting session, within the prefetch window, that has KV
-        on disk and not in DRAM. Does nothing while another fetch is under way."""
+        """Begin to fetch KV from disk into DRAM: that of the first waiting session, among those within the prefetch
+        window, that has KV on disk and not in DRAM. Does nothing while another fetch is under way, or if DRAM has no
+        room for this one."""
         if not self._fetches or self.fetching is not None or not (mean := self._store.mean_session_bytes):
             return
         self._follow()
@@ -62,7 +63,7 @@ class SimulatedLookAhead:
 
     @property
     def due_s(self) -> float:
-        """The time at which the current fetch ends."""
+        """The time at which the current fetch ends; math.inf if there is none."""
         return math.inf if self.fetching is None else self.fetching[0]
 
     def fetched(self) -> None:

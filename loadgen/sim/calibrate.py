@@ -36,8 +36,9 @@ def parse(text: str) -> dict[str, dict[str, float]]:
 
 
 def machine(text: str, model: ServedModel, *, links: dict[str, float] | None = None) -> Machine:
-    """Derive the machine. text: of `/metrics`, after the server has done some work. links: bytes per second for
-    directions in which it has moved nothing yet. Raises ValueError if something is missing."""
+    """Derive the machine from the text of `/metrics`, taken after the server has done some work. links: bytes per
+    second to assume for directions ("dram_to_hbm", "disk_to_dram") in which the server has moved nothing yet. Raises
+    ValueError if something is missing."""
     metrics = parse(text)
     terms = metrics.get("reprise_step_cost_seconds", {})
     if not all(term in terms for term in _TERMS):

@@ -13,7 +13,9 @@ class Disk:
         self._unwritten_s = 0.0
 
     def read(self, num_bytes: float, not_before_s: float, least_s: float = 0.0) -> float:
-        """Read, and return when the read ends. least_s: it takes at least this long, because its receiver is slower."""
+        """Read `num_bytes`, beginning at the time `not_before_s` or once the disk is free. Returns the time at which
+        the read ends. least_s: the read takes at least so many seconds, because its receiver is slower than the
+        disk."""
         seconds = max(num_bytes / self._bytes_per_s, least_s)
         self._pass(not_before_s)
         self._pass(self._free_s + max(0.0, self._unwritten_s - self._buffer_s))

@@ -134,8 +134,8 @@ def one_gpu(shape: DeployedModel) -> DeployedModel:
 
 
 def costs(shape: DeployedModel, layer_s: float = FITTED.layer_s, hbm_share: float = FITTED.hbm_share) -> Costs:
-    """Return the seconds of a model's passes. layer_s: seconds of a decode step per layer besides its reads. hbm_share:
-    share of the data sheet's bandwidth that reads reach."""
+    """Return the seconds of a model's passes. layer_s: seconds that a decode step takes per layer in addition to
+    reading weights and KV. hbm_share: share of the data sheet's HBM bandwidth that these reads reach."""
     flops, bandwidth = shape.gpus * _A100_FLOPS, shape.gpus * hbm_share * _A100_BYTES_PER_S
     weights_s = 2 * shape.parameters / bandwidth
     return Costs(
@@ -158,7 +158,8 @@ def machine(
     dram_bytes: float = 128e9,
     disk_bytes: float = 10e12,
 ) -> Machine:
-    """Return one of `SHAPES` on the AttentionStore paper's testbed. Raises KeyError for other names."""
+    """Return the machine of the AttentionStore paper's testbed with one of the models in `SHAPES`. layer_s, hbm_share:
+    as in `costs`. Raises KeyError for other models."""
     shape = SHAPES[model]
     return Machine(
         name=model,

@@ -74,8 +74,8 @@ class VirtualServer:
         return int(self.coded_share * self.block_bytes)
 
     def step_cost(self, *, misjudged: float) -> StepCost:
-        """Return the cost of steps that the scheduler is told. misjudged: factor by which it differs from the true
-        cost."""
+        """Return the step costs that the scheduler is told. misjudged: the factor by which they differ from the true
+        costs."""
         return StepCost(
             fixed_s=misjudged * self.fixed_s,
             s_per_token=misjudged * self.s_per_token,
@@ -117,7 +117,8 @@ def make_rates(machine: VirtualServer, tiers: VirtualTiers) -> Rates:
 
 
 def make_cache(machine: VirtualServer, rates: Rates, *, arrived: Callable[[int], float]) -> CacheManager:
-    """Make the cache manager of a machine. arrived: see CacheManager."""
+    """Make the cache manager of a machine. arrived: takes a load's job number and returns the share of the load that is
+    in HBM."""
     dram_bytes = machine.dram_blocks * machine.block_bytes
     dram_slots, coded_slots = split_dram(dram_bytes, machine.block_bytes, machine.coded_block_bytes)
     return CacheManager(
@@ -158,7 +159,8 @@ def make_cache(machine: VirtualServer, rates: Rates, *, arrived: Callable[[int],
 def make_scheduler(
     machine: VirtualServer, cache: CacheManager, policy: Policy, predictor: LengthPredictor
 ) -> Scheduler:
-    """Make the scheduler of a machine, with the machine's misjudged cost of steps."""
+    """Make the scheduler of a machine. It is told step costs that differ from the true ones by the factor
+    `machine.misjudged`."""
     return Scheduler(
         cache=cache.view,
         policy=policy,

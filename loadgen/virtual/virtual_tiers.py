@@ -40,7 +40,8 @@ DIRECTIONS = (
 
 @dataclass(frozen=True, slots=True)
 class VirtualSpeeds:
-    """The speeds of moves: bytes per second of each link, and of rows that the codec decompresses or compresses."""
+    """The speeds of moves: bytes per second of each link, and the bytes of uncompressed KV per second that the codec
+    decompresses or compresses."""
 
     dram_bytes_per_s: float
     disk_bytes_per_s: float
@@ -87,7 +88,7 @@ class VirtualTiers:
         self._in_redis: dict[bytes, int] = {}  # names of extents -> their blocks; oldest first
 
     def speed(self, direction: str) -> float:
-        """Return the bytes per second of a direction."""
+        """Return the bytes per second of transfers in a direction, one of `DIRECTIONS`, such as "disk_to_dram"."""
         return next(rate for tier, rate in self._bytes_per_s.items() if tier in direction)
 
     # --- orders -------------------------------------------------------------------------------------------------------

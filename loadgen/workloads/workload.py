@@ -101,9 +101,9 @@ def scaled(script: Script, factor: float) -> Script:
 
 
 def fitted(conversation: Conversation, max_context: int, overhead: int) -> Conversation:
-    """Return the beginning of a conversation, up to the first turn that does not fit a window of `max_context` tokens
-    if answers are as long as allowed and the template adds `overhead` tokens per message. A first message that is too
-    long alone is cut at its end."""
+    """Return a conversation cut before the first turn that does not fit a window of `max_context` tokens, if answers
+    are as long as allowed and the template adds `overhead` tokens per message. If the first turn does not fit, the end
+    of its message is cut off instead; if there is no room for any of the message, no turn is left."""
     used = overhead + len(conversation.system.split()) if conversation.system else 0
     turns: list[Turn] = []
     for turn in conversation.turns:
