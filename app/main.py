@@ -233,7 +233,8 @@ def add_middleware(app: FastAPI, parts: Parts) -> None:
 
 def make_engine(settings: Settings, state_dir: StateDir) -> EngineClient:
     """Return the client of an engine process, which its `start` starts. Without the installation's secret the engine
-    has no disk tier, since neither it could read what others wrote there nor they what it wrote."""
+    gets no disk tier: it could not read what other servers of the installation have written there, nor could they read
+    what it writes."""
     if not state_dir.is_own_secret:
         cache = settings.cache.model_copy(update={"disk_dir": state_dir.path, "disk_gib": 0.0})
         settings = settings.model_copy(update={"cache": cache})

@@ -155,9 +155,9 @@ def response_digest(response_id: str) -> bytes:
 
 
 def background_id(response_id: str, replica: str) -> str:
-    """Return the id of a response that runs in the background. It tells gateways at which replica: until it has ended,
-    only that replica knows its state and can cancel it. response_id: the id that another response would have, "resp_"
-    and hex digits."""
+    """Return the id of a response that runs in the background. It tells gateways at which replica the response runs:
+    until it has ended, only that replica knows its state and can cancel it. response_id: the id that the response would
+    have in the foreground, "resp_" and hex digits."""
     return f"{_RESPONSE}{_mark(replica)}{response_id[len(_RESPONSE) + _MARK_DIGITS :]}"
 
 

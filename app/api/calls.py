@@ -57,8 +57,8 @@ def seal_of(request: Request) -> ThoughtSeal:
 
 
 def require_admin(request: Request) -> None:
-    """Guard an endpoint that shows every tenant's data. Raises ApiError 403 where keys are configured and this one is
-    no admin key."""
+    """Guard an endpoint that shows every tenant's data. Raises ApiError 403 if keys are configured and the request's
+    key is no admin key."""
     if not request.app.state.keyring.is_admin(request.state.tenant):
         message = "This key may see only its own data; server.admin_keys may see everybody's."
         raise ApiError(403, message, code="forbidden")
@@ -80,8 +80,8 @@ def arrive(request: Request) -> ArrivedRequest:
 
 async def body_of(request: Request, model: type[T]) -> tuple[T, dict[str, str]]:
     """Return (parsed body, headers for the answer). The headers name the fields and parts of the body that had no
-    effect. Raises ApiError. 503 while the engine takes no requests and 429 for too many requests a minute come before
-    the body is read, so that a client told to retry does not upload first."""
+    effect. Raises ApiError: 503 while the engine takes no requests and 429 for too many requests a minute are raised
+    before the body is read, so that a client that is told to retry does not upload first."""
     readiness_of(request).require()
     limits, arrival = settings_of(request).limits, arrive(request)
     max_bytes = limits.body_bytes + arrival.added_bytes

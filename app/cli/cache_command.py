@@ -106,8 +106,8 @@ class Directory(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """The KV on disk of one fingerprint, which names the model, its precision and the version of the file format. The
-    disk tier is open while its store is in use."""
+    """The KV on disk of one fingerprint, which names the model, its precision and the version of the file format. Its
+    `tier` is open from when `Directory.stores` yields this store until it yields the next one or ends."""
 
     fingerprint: str  # hex
     tier: CheckedExtents

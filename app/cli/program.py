@@ -285,7 +285,8 @@ def _tell(problem: str) -> None:
 
 
 def open_stores(settings: Settings) -> Iterator[cache_cli.Store]:
-    """Yield the KV on disk, one store for each fingerprint. Ends the program if the directory cannot be used."""
+    """Yield the KV on disk, one store for each fingerprint. A store's tier is closed when the next store is asked for.
+    Ends the program if the directory cannot be used."""
     from reprise.cache.storage.directory import stored_models
     from reprise.cache.storage.extent_format import ExtentForm
     from reprise.cache.storage.extent_store import ExtentStore

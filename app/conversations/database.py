@@ -68,12 +68,12 @@ class Database:
 
     @property
     def problem(self) -> str | None:
-        """Why nothing new is kept in the file now, for people; None: it is, or there is no file."""
+        """Why nothing new is stored in the file now, for people. None if it is stored, or if there is no file."""
         return None if self._path is None else self._disk.problem
 
     def run(self, work: Callable[[], T]) -> T:
         """Run `work`, which uses this database, on the thread of the file's disk, and return or raise what it does.
-        Raises DiskAway if the disk does not answer in time. Then the work may still be done, later."""
+        Raises DiskAway if the disk does not answer in time; `work` may then still be carried out later."""
         if self._thread is None:
             self._open_first()
             return work()

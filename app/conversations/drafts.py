@@ -28,9 +28,10 @@ class Draft(ABC):
     left: str | None  # session that it was expected to go on from whole, and does not; "": unknown; None: no such one
 
     def tokenize(self, bounds: list[int] | None) -> tuple[list[int], list[int]]:
-        """Return (token ids of `rest`, where messages begin in them): the index of the first token of each of the
-        chat's messages from number `first` on, and then of the answer. bounds: where these begin in the chat's text, in
-        characters; None if the template does not show it. Takes seconds for megabytes. Raises PromptTooLong."""
+        """Return (token ids of `rest`, starts). starts: the index in these ids of the first token of each of the chat's
+        messages[first:], and then of the answer; empty if `bounds` is None. bounds: the character offsets in the chat's
+        text at which these messages and the answer begin; None if the template does not show them. Takes seconds for
+        megabytes. Raises PromptTooLong."""
         chat = self.chat
         start = len(chat.text) - len(self.rest)
         newest = chat.text[bounds[-2] : bounds[-1]] if bounds is not None and len(bounds) > 1 else ""
@@ -51,8 +52,9 @@ class Draft(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Whole(Draft):
-    """A draft that tokenizes the whole text. If its ids begin like those up to the end of a recorded answer
-    (`nearest`), the ids that both have are not stored again: the answer becomes the prompt's base."""
+    """A draft that tokenizes the whole text. nearest: a recorded answer that the chat may continue, and all ids up to
+    its end. The ids with which both these and the text's begin are not stored again: the answer becomes the prompt's
+    base."""
 
     nearest: tuple[RecordedAnswer, "array[int]"] | None  # the answer that was found, and all ids up to its end
 

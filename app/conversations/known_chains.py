@@ -35,7 +35,7 @@ class RecentChains:
 
     def take(self, scope: bytes, messages: list[Message], turn: int) -> list[bytes] | None:
         """Remove and return the chain of messages[:turn], which has turn + 1 digests. None if these messages were not
-        added under this scope. The caller then adds the chain of all `messages`."""
+        added under this scope, or were forgotten. The caller should then `add` the chain of all `messages`."""
         key = _key(scope, messages, turn)
         known = self._known.get(key)
         if known is None or known.messages != messages[:turn]:

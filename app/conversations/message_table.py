@@ -75,8 +75,8 @@ class MessageTable:
         self._db = db
 
     def put(self, session: int, messages: Sequence[Message]) -> None:
-        """Store the messages of a session's newest turn. They replace the messages that were stored of the session;
-        only those that differ are written."""
+        """Store the messages of a session's newest turn in place of those that were stored of the session. Only the
+        messages from the first one that differs on are written. One that merely lacks its reasoning does not differ."""
         texts = [_as_json(message) for message in messages]
         kept = self._db.execute(
             "SELECT mark, bare FROM messages WHERE session = ? ORDER BY place", (session,)
@@ -95,21 +95,24 @@ class MessageTable:
         self._db.execute(_PUT_CHAT, (session, len(texts), _first_text(messages)))
 
     def entitle(self, sessions: Sequence[int], title: str | None) -> int:
-        """Set the title of sessions. Returns how many of them have messages, and so can have a title."""
+        """Set the title of sessions; None removes it. Returns how many of the sessions have stored messages: only these
+        can have a title."""
         marks = ", ".join("?" * len(sessions))
         return self._db.execute(f"UPDATE chats SET title = ? WHERE session IN ({marks})", (title, *sessions)).rowcount
 
     def chats(self, tenants: tuple[str, str], *, after: str, since: float, limit: int) -> list[Chat]:
-        """Return the conversations whose session id comes after `after`, in the order of these ids. tenants: with their
-        salts. since: conversations that expired before this time are left out."""
+        """Return the conversations whose session id comes after `after`, in the order of these ids, at most `limit`.
+        tenants: the domains to look in ("tenant" or "tenant/salt"). since: sessions whose last use, plus their extra
+        time, is earlier than this are left out."""
         return [Chat(*row) for row in self._db.execute(_LIST, (*tenants, after, since, limit))]
 
     def page(
         self, tenants: tuple[str, str], session_id: str, *, after: int, since: float, limit: int
     ) -> MessagePage | None:
-        """Return messages of a session after the message at index `after`, at most `limit`. tenants: with their salts;
-        if several of them have a session of that id, it is the last used one. None: there is no such session with
-        messages, or it expired before `since`. Damaged rows are left out."""
+        """Return the messages of a session after the message at index `after`: at most `limit`, and at most
+        MAX_PAGE_BYTES of text unless the first one alone is longer. tenants: the domains to look in ("tenant" or
+        "tenant/salt"); if several have a session of that id, it is the last used one. None if there is no such session
+        with messages, or its last use, plus its extra time, is earlier than `since`. Damaged rows are left out."""
         found = self._db.execute(_NEWEST, (*tenants, session_id, since)).fetchone()
         if found is None:
             return None

@@ -40,7 +40,7 @@ class Mark:
 
 class Outline(msgspec.Struct, frozen=True, array_like=True):
     """A short record of a request and its answer by digests, to compare later requests with. It holds no text. `marks`
-    has an entry for each message, and one for the answer if it is recorded."""
+    has an entry for each of the first `outlined` messages, and one for the answer if it is recorded."""
 
     chain: bytes  # digest of the scope and of the first `outlined` messages
     outlined: int  # how many messages of the request are outlined

@@ -84,8 +84,8 @@ class OutlineTable:
         self._db = db
 
     def put(self, session: int, answer_id: int, new: NewOutline, *, now: float) -> None:
-        """Store the outline of a session's newest request. It replaces that of the session's last request with the same
-        first message; the session's oldest outlines beyond MAX_OPENINGS are deleted."""
+        """Store the outline of a session's newest request, in place of that of the session's last request with the same
+        first message. The session's oldest outlines beyond MAX_OPENINGS are deleted."""
         key = (session, new.asked.opening)
         before = self._db.execute("SELECT tools FROM outlines WHERE session = ? AND opening = ?", key).fetchone()
         why = None if new.why is None else json.dumps(asdict(new.why))
@@ -103,7 +103,8 @@ class OutlineTable:
     def find(self, asked: Asked, *, session_id: str | None, since: float) -> tuple[int, Outline] | None:
         """Return (answer id, outline) of the recorded request that `asked` most likely continues; None if there is
         none. The request is looked for by the last answer in `asked` and the message before it, then by session and
-        first message, then by any answer of the session. since: sessions that expired before this time are left out."""
+        first message, then by any answer of the session. since: sessions whose last use, plus their extra time, is
+        earlier than this are left out."""
         values = {
             "tail": asked.tail, "opening": asked.opening, "tenant": asked.tenant, "name": session_id or "",
             "since": since, "limit": 1,

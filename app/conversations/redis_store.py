@@ -236,7 +236,8 @@ class RedisStore:
     # --- responses ----------------------------------------------------------------------------------------------------
 
     async def put(self, tenant: str, body: dict[str, Any], items: list[Item], previous: str | None) -> None:
-        """Store a response and its own input items. Replaces one of the same id."""
+        """Store a response and its own input items, in place of a response with the same id. previous: id of the
+        response that it continues."""
         await self._write("put", _response(tenant, body["id"]), _encode(body), _encode(items), previous or "")
 
     async def get(self, tenant: str, response_id: str) -> dict[str, Any]:
@@ -278,7 +279,7 @@ class RedisStore:
     async def create(
         self, tenant: str, conversation_id: str, metadata: dict[str, str], items: list[Item]
     ) -> StoredConversation:
-        """Store a new conversation. items: with ids."""
+        """Store a new conversation. items: its first items, which have ids."""
         created = int(time.time())
         key = _conversation(tenant, conversation_id)
         await self._write("create", key, MAX_ITEMS, created, _encode(metadata), *self._bodies(key, items))

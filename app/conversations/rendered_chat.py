@@ -49,7 +49,8 @@ class RenderedChat:
     asked: Asked | None = None  # the same request, to be outlined
 
     def render(self, messages: list[Message], opens_answer: bool = True) -> str:
-        """Render other messages with the same tools and arguments. Raises TemplateError."""
+        """Render other messages with the tools and template arguments of this chat. opens_answer: whether the text ends
+        with the opening of a new answer. Raises TemplateError."""
         return self.tokenizer.render(
             messages, tools=self.tools, template_args=self.template_args, add_generation_prompt=opens_answer
         )
@@ -104,12 +105,13 @@ class RenderedChat:
 
     @property
     def last_answer(self) -> int:
-        """The index of the last answer in the chat; 0 if there is none."""
+        """The index in `messages` of the last message of the assistant. 0 if there is none; a message at index 0 does
+        not count."""
         turns = range(len(self.messages) - 1, 0, -1)
         return next((turn for turn in turns if self.messages[turn].get("role") == "assistant"), 0)
 
     @property
     def answered(self) -> bytes:
-        """The digest of the messages before the last answer in the chat; empty if there is none."""
+        """The digest of the messages before the last answer (`last_answer`); empty if there is no answer."""
         last = self.last_answer
         return self.chain[last] if last else b""

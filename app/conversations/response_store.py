@@ -79,7 +79,8 @@ class ResponseStore:
     # --- responses ----------------------------------------------------------------------------------------------------
 
     async def put(self, tenant: str, body: dict[str, Any], items: list[Item], previous: str | None) -> None:
-        """Store a response and its own input items. Replaces one of the same id."""
+        """Store a response and its own input items, in place of a response with the same id. previous: id of the
+        response that it continues."""
         values = (body["id"], tenant, previous, time.time(), _encode(body), _encode(items))
 
         def write() -> None:
@@ -148,7 +149,7 @@ class ResponseStore:
     async def create(
         self, tenant: str, conversation_id: str, metadata: dict[str, str], items: list[Item]
     ) -> StoredConversation:
-        """Store a new conversation. items: with ids."""
+        """Store a new conversation. items: its first items, which have ids."""
 
         def write() -> StoredConversation:
             now = time.time()

@@ -48,8 +48,8 @@ def exact(chat: RenderedChat, candidate: Candidate) -> Splice | None:
 
 
 def in_place(chat: RenderedChat, candidate: Candidate) -> Splice | None:
-    """Keep the beginning of the answer that equals what the client has sent back, if that stands right after the
-    answer's prompt in the chat's text. Returns None otherwise."""
+    """Keep the beginning that the recorded answer has in common with the content that the client has sent back, if this
+    content stands right after the answer's prompt in the chat's text. Returns None otherwise."""
     answer, start, content = candidate.answer, candidate.answer.prompt_chars, chat.content(candidate.turn)
     if not (candidate.has_same_prompt and content and chat.text.startswith(content, start)):
         return None
@@ -57,8 +57,9 @@ def in_place(chat: RenderedChat, candidate: Candidate) -> Splice | None:
 
 
 def changed(chat: RenderedChat, candidate: Candidate) -> Splice | None:
-    """Keep an answer that the template now renders differently from how it was generated. Its place in the text is
-    found by rendering a placeholder. Returns None if the place cannot be found, or another text stands there."""
+    """Keep an answer that the template now renders differently from how it was generated. The answer's place in the
+    text is found by rendering a placeholder. Returns None if that place cannot be found, or if another text stands
+    there."""
     answer, turn, text = candidate.answer, candidate.turn, chat.text
     if not candidate.is_exact and chat.says_more_than_content(turn):
         return None
@@ -89,7 +90,7 @@ def changed(chat: RenderedChat, candidate: Candidate) -> Splice | None:
 
 def prompt_alone(chat: RenderedChat, candidate: Candidate) -> Splice | None:
     """Keep only the ids of the answer's prompt, because nothing of the answer can be kept. Returns None if the chat's
-    text does not begin with that prompt."""
+    text does not begin with that prompt, or if no recorded answer is in the chat, not even an earlier one."""
     if not (candidate.has_same_prompt and candidate.is_known):
         return None
     return Splice(0, chat.text[candidate.answer.prompt_chars :])
@@ -142,8 +143,9 @@ def _shows_other_answers_alone(chat: RenderedChat, turn: int, prompt: str) -> bo
 
 
 def cut(tokenizer: TextTokenizer, answer: RecordedAnswer, limit: int, shown: str, tail: str) -> Splice:
-    """Return the splice that keeps the whole tokens within the first `limit` characters of the answer. shown: the text
-    that begins with these characters. tail: the text after `shown`."""
+    """Return the splice that keeps the tokens that lie wholly in the first `limit` characters of the answer. shown: the
+    text that stands for the answer in the chat; its first `limit` characters are the answer's. tail: the chat's text
+    after `shown`."""
     ids, ends = answer.token_ids, answer.ends
     if limit == len(answer.text) and (not ends or ends[-1] <= limit):
         tokens, endings = len(ids), tokenizer.special_ids - tokenizer.mark_ids

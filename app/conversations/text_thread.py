@@ -26,8 +26,9 @@ log = logging.getLogger(__name__)
 
 
 class TextThread:
-    """A caller of `reprise.app.conversations.transcripts.Transcripts` for the event loop, first in, first out: a prompt
-    finds what was recorded before it was prepared. Admission bounds how many prompts wait.
+    """A caller of `reprise.app.conversations.transcripts.Transcripts` for the event loop. Calls are carried out one
+    after the other on one thread, in the order in which they come, so a prompt finds what was recorded before it was
+    prepared. Admission bounds how many prompts wait.
 
     Long prompts go through a second thread, one of each tenant at a time. So no short prompt waits for a long one, and
     no tenant's long prompt waits for all of another tenant's.
@@ -43,7 +44,8 @@ class TextThread:
         )  # locks of tenants with long prompts
 
     async def prepare(self, *, tenant: str, messages: list[dict[str, Any]], **fields: Any) -> PreparedPrompt:
-        """Call `Transcripts.prepare`, unless this call is cancelled while it waits."""
+        """Return the token ids of a chat request, and its session: call `Transcripts.prepare` on a thread, with its
+        arguments. A call that is cancelled while it waits for the thread is not made."""
         loop = asyncio.get_running_loop()
         call = partial(self._transcripts.prepare, tenant=tenant, messages=messages, **fields)
         if not _is_long(messages):
@@ -60,52 +62,63 @@ class TextThread:
         return await asyncio.get_running_loop().run_in_executor(self._executor, self._transcripts.tools, key)
 
     def record(self, prompt: PreparedPrompt, **fields: Any) -> None:
-        """Have `Transcripts.record` called, without waiting for it."""
+        """Queue the recording of an answer, and return at once. fields: further arguments of `Transcripts.record`. A
+        failure is only logged."""
         self._executor.submit(self._transcripts.record, prompt, **fields).add_done_callback(_log_failure)
 
     def keep(self, session_id: str, *, tenant: str, ttl_s: float | None) -> None:
-        """Have `Transcripts.keep` called, without waiting for it."""
+        """Queue a change of how long the sessions of this id, with any salt, are stored, and return at once: `ttl_s`
+        after their last use; None: for as long as there is room. A failure is only logged."""
         call = partial(self._transcripts.keep, session_id, tenant=tenant, ttl_s=ttl_s)
         self._executor.submit(call).add_done_callback(_log_failure)
 
     async def forget(self, session_id: str, *, tenant: str) -> int:
-        """Call `Transcripts.forget` after everything that was recorded before. Raises ApiError 503 `not_deleted` while
-        the disk does not answer."""
+        """Delete what a tenant has recorded under this id, with any salt, also what is still queued to be recorded.
+        Returns the number of deleted sessions. Raises ApiError 503 `not_deleted` while the disk does not answer."""
         call = partial(self._transcripts.forget, session_id, tenant=tenant)
         return await self._asked(call, code="not_deleted")
 
     async def entitle(self, session_id: str, *, tenant: str, title: str | None) -> bool:
-        """Call `Transcripts.entitle` after everything that was recorded before. Raises ApiError 503 while the disk does
-        not answer."""
+        """Set the title of the sessions that a tenant has recorded under this id, with any salt; None removes it.
+        Returns False if none of them has stored messages, since only sessions with messages have titles. Answers that
+        are queued to be recorded are recorded first. Raises ApiError 503 while the disk does not answer."""
         call = partial(self._transcripts.entitle, session_id, tenant=tenant, title=title)
         return await self._asked(call)
 
     async def chats(self, tenants: tuple[str, str], *, after: str, now: float, limit: int) -> list[KeptChat]:
-        """Call `Transcripts.chats` after everything that was recorded before. Raises ApiError 503 while the disk does
-        not answer."""
+        """Return the conversations whose messages are stored and whose session id comes after `after`, in the order of
+        these ids, at most `limit`. tenants: the domains to look in, from `domains_of`. Answers that are queued to be
+        recorded are recorded first. Raises ApiError 503 while the disk does not answer."""
         call = partial(self._transcripts.chats, tenants, after=after, now=now, limit=limit)
         return await self._asked(call)
 
     async def messages(
         self, tenants: tuple[str, str], session_id: str, *, after: int, now: float, limit: int
     ) -> MessagePage | None:
-        """Call `Transcripts.messages` after everything that was recorded before. Raises ApiError 503 while the disk
-        does not answer."""
+        """Return the stored messages of a session after the message at index `after`, at most `limit`. None if no
+        messages of the session are stored, or it has expired. tenants: the domains to look in, from `domains_of`.
+        Answers that are queued to be recorded are recorded first. Raises ApiError 503 while the disk does not
+        answer."""
         call = partial(self._transcripts.messages, tenants, session_id, after=after, now=now, limit=limit)
         return await self._asked(call)
 
     async def export(self, session_id: str, *, tenant: str, after: int, most: int) -> Exported:
-        """Call `Transcripts.export` after everything that was recorded before."""
+        """Return the answers of a session that were recorded after the one with the id `after`, packed for other
+        servers: at most the newest `most`. tenant: with the salt, if there is one. Answers that are queued to be
+        recorded are recorded first."""
         call = partial(self._transcripts.export, session_id, tenant=tenant, after=after, most=most)
         return await asyncio.get_running_loop().run_in_executor(self._executor, call)
 
     async def adopt(self, session_id: str, rows: Mapping[bytes, bytes], *, tenant: str, now: float, after: int) -> int:
-        """Call `Transcripts.adopt`."""
+        """Record the answers of a session that other servers have exported. rows: digest of an answer -> its packed
+        row. after: id of the newest answer that this server has exported. Returns the id to give as `after` to the next
+        `export`."""
         call = partial(self._transcripts.adopt, session_id, rows, tenant=tenant, now=now, after=after)
         return await asyncio.get_running_loop().run_in_executor(self._executor, call)
 
     async def names(self) -> list[tuple[str, str]]:
-        """Call `Transcripts.names`. Raises ApiError 503 while the disk does not answer."""
+        """Return (tenant with its salt, session id) of all sessions. Raises ApiError 503 while the disk does not
+        answer."""
         return await self._asked(self._transcripts.names)
 
     async def _asked(self, call: Callable[[], T], *, code: str = "unavailable") -> T:
@@ -127,7 +140,8 @@ class TextThread:
             self.sweep(time.time())
 
     async def close(self) -> None:
-        """Write everything that was recorded, then close."""
+        """Record the answers that are queued, close the transcripts, and end the threads. Long prompts that wait are
+        not prepared any more."""
         await asyncio.to_thread(self._long_executor.shutdown, cancel_futures=True)
         await asyncio.get_running_loop().run_in_executor(self._executor, self._transcripts.close)
         self._executor.shutdown(wait=False)

@@ -169,8 +169,8 @@ def _forgiving(default: Callable[[], Any], *, is_asked: bool = False) -> Callabl
 
 class TranscriptStore:
     """A store of recorded answers, used from one thread at a time. If the database fails, or its disk does not answer,
-    that is logged and nothing is found or recorded; only what a client asks for by name raises DiskAway then, with the
-    cause."""
+    that is logged and nothing is found or recorded. Only what a client asks for by name (`entitle`, `chats`,
+    `message_page`, `names` and `forget`) then raises DiskAway, with the cause."""
 
     def __init__(
         self, *, path: Path | None, max_bytes: int, max_answers_per_prompt: int, disk: StateDisk | None = None
@@ -188,8 +188,8 @@ class TranscriptStore:
 
     @_forgiving(set)
     def known_prompts(self, chains: list[bytes]) -> set[bytes]:
-        """Return those of `chains` (digests of message lists) under which a prompt is recorded. Asks in one query,
-        since most histories are unknown."""
+        """Return those of `chains` (digests of message lists) under which a prompt is recorded. One query asks for all
+        of them, since most are unknown."""
         marks = ", ".join("?" * len(chains))
         return {
             row[0] for row in self._db.execute(f"SELECT DISTINCT chain FROM prompts WHERE chain IN ({marks})", chains)
@@ -197,20 +197,23 @@ class TranscriptStore:
 
     @_forgiving(list)
     def find_answers(self, *, after: bytes, session_id: str | None, since: float) -> list[RecordedAnswer]:
-        """Return the recorded answers with which a message list ends whose digest is `after`, those of the session
-        first, then the newest first. since: sessions that expired before this time are left out."""
+        """Return the recorded answers that are the last message of the message list whose digest is `after`: those of
+        the session first, and newer before older. since: sessions whose last use, plus their extra time (`extend`), is
+        earlier than this are left out."""
         return self._find(_AFTER, after, session_id, since, MAX_EXACT)
 
     @_forgiving(list)
     def find_siblings(self, *, before: bytes, session_id: str | None, since: float) -> list[RecordedAnswer]:
-        """Return the recorded answers to the message list whose digest is `before`, those of the session first, then
-        the newest first. since: sessions that expired before this time are left out."""
+        """Return the recorded answers to the message list whose digest is `before`: those of the session first, and
+        newer before older. since: sessions whose last use, plus their extra time (`extend`), is earlier than this are
+        left out."""
         return self._find(_BEFORE, before, session_id, since, MAX_SIBLINGS)
 
     @_forgiving(list)
     def find_tails(self, *, tail: bytes, session_id: str | None, since: float) -> list[RecordedAnswer]:
         """Return the recorded answers whose digest of scope, last prompt message and answer is `tail`, whatever the
-        earlier messages were: those of the session first, then the newest first. since: as in `find_answers`."""
+        earlier messages were: those of the session first, and newer before older. since: sessions whose last use, plus
+        their extra time (`extend`), is earlier than this are left out."""
         return self._find(_TAIL, tail, session_id, since, MAX_EXACT)
 
     @_forgiving(lambda: None)
@@ -277,8 +280,8 @@ class TranscriptStore:
 
     @_forgiving(lambda: None)
     def find_outline(self, asked: Asked, *, session_id: str | None, since: float) -> tuple[int, Outline] | None:
-        """Return (answer id, outline) of the recorded request that `asked` most likely continues; see
-        `OutlineTable.find`."""
+        """Return (answer id, outline) of the recorded request that `asked` most likely continues, as
+        `OutlineTable.find` does; None if there is none."""
         return self._outlines.find(asked, session_id=session_id, since=since)
 
     @_forgiving(lambda: None)
@@ -289,13 +292,14 @@ class TranscriptStore:
 
     @_forgiving(lambda: None)
     def tools(self, key: bytes) -> Tools | None:
-        """Return the stored list of tools with this key; see `OutlineTable.tools`."""
+        """Return the stored list of tools with this key (`offered.key_of`), in the order of keys in which the tenant
+        first sent it; None if there is none."""
         return self._outlines.tools(key)
 
     @_forgiving(int, is_asked=True)
     def entitle(self, session_id: str, *, tenant: str, title: str | None) -> int:
-        """Set the title of the sessions that a tenant has recorded under this id, with any salt. Returns how many
-        sessions have it now; sessions without stored messages can have none."""
+        """Set the title of the sessions that a tenant has recorded under this id, with any salt; None removes it.
+        Returns for how many sessions that was done; sessions without stored messages can have no title."""
         with self._db.transaction():
             values = {"name": session_id, "tenant": tenant}
             rows = self._db.execute(f"SELECT id FROM sessions WHERE {_OF_TENANT} LIMIT {_MAX_SALTS}", values).fetchall()
@@ -306,14 +310,17 @@ class TranscriptStore:
 
     @_forgiving(list, is_asked=True)
     def chats(self, tenants: tuple[str, str], *, after: str, since: float, limit: int) -> list[Chat]:
-        """Return the conversations that have messages; see `MessageTable.chats`."""
+        """Return the conversations whose messages are stored and whose session id comes after `after`, in the order of
+        these ids, at most `limit`. tenants: the domains to look in ("tenant" or "tenant/salt"). since: sessions whose
+        last use, plus their extra time, is earlier than this are left out."""
         return self._messages.chats(tenants, after=after, since=since, limit=limit)
 
     @_forgiving(lambda: None, is_asked=True)
     def message_page(
         self, tenants: tuple[str, str], session_id: str, *, after: int, since: float, limit: int
     ) -> MessagePage | None:
-        """Return messages of a session; see `MessageTable.page`."""
+        """Return the messages of a session after the message at index `after`, as `MessageTable.page` does; None if
+        there is no such session with messages, or its last use, plus its extra time, is earlier than `since`."""
         return self._messages.page(tenants, session_id, after=after, since=since, limit=limit)
 
     def export(self, session_id: str, *, tenant: str, after: int, most: int) -> Exported:
@@ -338,9 +345,9 @@ class TranscriptStore:
 
     def adopt(self, session_id: str, rows: Mapping[bytes, bytes], *, tenant: str, now: float, after: int) -> int:
         """Record what other servers have exported of a session. Rows that are damaged, or whose base is missing, are
-        left out. after: id of the newest answer that this server has exported. Returns the id after which the next
-        export begins: the newest answer's, unless an answer after `after` is recorded here that `rows` lacks. Then it
-        is an id below that answer's, so that the answer is exported too."""
+        left out. after: id of the newest answer that this server has exported. Returns the `after` of the next export:
+        the id of the newest answer here. But if an answer newer than `after` is recorded here that `rows` lacks,
+        returns an id just below that answer's, so that the answer is exported too."""
         return self._adopt(tenant, session_id, rows, now, after) or after
 
     @_forgiving(lambda: None)
@@ -386,7 +393,8 @@ class TranscriptStore:
 
     @_forgiving(int, is_asked=True)
     def forget(self, session_id: str, *, tenant: str | None) -> int:
-        """Delete the sessions with this name, of one tenant and its salts, or of all tenants. Returns how many."""
+        """Delete the sessions with this name: those of a tenant, with any salt, or if `tenant` is None those of all
+        tenants. Returns how many were deleted."""
         with self._db.transaction():
             rows = self._db.execute(
                 f"SELECT id FROM sessions WHERE {_OF_TENANT}",
@@ -421,7 +429,8 @@ class TranscriptStore:
             raise DiskAway(self._db.problem or "its file is not used")
 
     def recover(self, error: sqlite3.Error) -> bool:
-        """Handle an error of the database, as `Database.recover` does. Returns whether all that was in it is gone."""
+        """Handle an error of the database: replace a damaged database by an empty one, and log other errors. Returns
+        whether all that was in the database is gone."""
         if not self._db.recover(error):
             return False
         self._hot.clear()

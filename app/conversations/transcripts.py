@@ -58,7 +58,7 @@ _FOR_EVER_S = 1e12
 
 @dataclass(frozen=True, slots=True)
 class KeptChat:
-    """A conversation whose messages are stored, and when it expires."""
+    """A conversation whose messages are stored, and the time at which it expires."""
 
     chat: Chat
     expires_s: float | None  # unix time; None: not while there is room
@@ -205,27 +205,27 @@ class Transcripts:
             return self._store.tools(key)
 
     def keep(self, session_id: str, *, tenant: str, ttl_s: float | None) -> None:
-        """Set how long what a tenant has recorded under this id, with any salt, is stored: `ttl_s` after its last use;
-        None: for as long as there is room."""
+        """Set how long the sessions that a tenant has recorded under this id, with any salt, are stored: `ttl_s` after
+        their last use; None: for as long as there is room."""
         with self._lock:
             self._store.extend(session_id, tenant=tenant, extra_s=_FOR_EVER_S if ttl_s is None else ttl_s - self._ttl_s)
 
     def forget(self, session_id: str, *, tenant: str | None = None) -> int:
-        """Delete what was recorded under this id by a tenant, with or without salts of its own ("tenant/salt"), or by
-        all tenants if None. Sessions that continued from it keep their own copies. Returns the number of deleted
-        sessions."""
+        """Delete the sessions that were recorded under this id: those of a tenant, with any salt, or if `tenant` is
+        None those of all tenants. Sessions that continued from a deleted one keep their own copies. Returns the number
+        of deleted sessions."""
         with self._lock:
             return self._store.forget(session_id, tenant=tenant)
 
     def entitle(self, session_id: str, *, tenant: str, title: str | None) -> bool:
-        """Set the title of a session, with any salt; None removes it. Returns False if no messages of it are stored,
-        since only sessions with messages have titles."""
+        """Set the title of the sessions that a tenant has recorded under this id, with any salt; None removes it.
+        Returns False if none of them has stored messages, since only sessions with messages have titles."""
         with self._lock:
             return self._store.entitle(session_id, tenant=tenant, title=title) > 0
 
     def chats(self, tenants: tuple[str, str], *, after: str, now: float, limit: int) -> list[KeptChat]:
         """Return the conversations whose messages are stored and whose session id comes after `after`, in the order of
-        these ids. tenants: with their salts."""
+        these ids, at most `limit`. tenants: the domains to look in ("tenant" or "tenant/salt"), from `domains_of`."""
         with self._lock:
             found = self._store.chats(tenants, after=after, since=now - self._ttl_s, limit=limit)
         return [
@@ -236,14 +236,15 @@ class Transcripts:
     def messages(
         self, tenants: tuple[str, str], session_id: str, *, after: int, now: float, limit: int
     ) -> MessagePage | None:
-        """Return the stored messages of a session after the message at index `after`; None if there are none. tenants:
-        with their salts; if several have a session of that id, it is the last used one."""
+        """Return the stored messages of a session after the message at index `after`, at most `limit`. None if no
+        messages of the session are stored, or it has expired. tenants: the domains to look in ("tenant" or
+        "tenant/salt"), from `domains_of`; if several have a session of that id, it is the last used one."""
         with self._lock:
             return self._store.message_page(tenants, session_id, after=after, since=now - self._ttl_s, limit=limit)
 
     def export(self, session_id: str, *, tenant: str, after: int, most: int) -> Exported:
         """Return the answers of a session that were recorded after the one with the id `after`, packed for other
-        servers: at most the newest `most`. tenant: with the salt, as for `prepare`."""
+        servers: at most the newest `most`. tenant: with the salt, if there is one."""
         with self._lock:
             return self._store.export(session_id, tenant=tenant, after=after, most=most)
 

@@ -64,7 +64,8 @@ class StoredItems:
             log.warning("what turns have added to a conversation is lost: more than %d MiB", self._max_bytes >> 20)
 
     async def append(self, tenant: str, conversation_id: str, items: list[Item]) -> None:
-        """Append items that a client has sent. Raises ApiError 503 if they cannot be stored now."""
+        """Append items that a client has sent, after those that are still kept in memory. Raises ApiError 503 if they
+        cannot be stored now."""
         await self._require_stored(tenant, conversation_id)
         await self._store.append(tenant, conversation_id, items)
 

@@ -57,8 +57,8 @@ class StoredResponses:
         self._storing = asyncio.Lock()  # held while some of them are stored, or one is deleted
 
     async def put(self, tenant: str, body: dict[str, Any], items: list[Item], previous: str | None) -> None:
-        """Store a response and its own input items, in place of one with the same id. While the store refuses it, it is
-        kept in memory, to be stored later."""
+        """Store a response and its own input items, in place of a response with the same id. While the store refuses
+        the response, it is kept in memory, to be stored later. previous: id of the response that it continues."""
         if await self.store_kept():
             try:
                 await self._store.put(tenant, body, items, previous)
@@ -106,8 +106,8 @@ class StoredResponses:
             self._kept.pop(key, None)  # not before: it stays if the store cannot delete an earlier state of it
 
     async def sweep(self) -> None:
-        """Delete expired responses: those in memory `ttl_s` after they came, those of the store by its own rule. Also
-        stores those in memory, if the store takes them."""
+        """Delete expired responses: those in memory `ttl_s` after they were put there, those of the store by its own
+        rule. Also tries to store those that are left in memory."""
         self._forget_expired()
         await self.store_kept()
         await self._store.sweep()

@@ -183,7 +183,7 @@ def _activity(stats: Stats | None) -> tuple[object, ...] | None:
 
 
 class Watcher:
-    """One open page that watches. A bounded number of events waits to be sent to it; of more, the newest stay."""
+    """One open page that watches. The events that wait to be sent to it are bounded: the oldest are dropped."""
 
     def __init__(self, tenant: str, *, sees_all: bool, on_close: "Callable[[Watcher], None]") -> None:
         self.tenant = tenant

@@ -97,7 +97,7 @@ class Metrics(TurnObserver):
         self._registry.register(collector)
 
     def request_done(self, scope: Scope, status: int) -> None:
-        """Count a request by its route. Its path would let a scanner fill the metrics with labels."""
+        """Count a request by its route and status. Not by its path: a scanner would fill the metrics with labels."""
         self.requests.labels(getattr(scope.get("route"), "path", "unknown"), str(status)).inc()
 
     def first_token(self, turn: ObservedTurn, answer: Answer) -> None:

@@ -74,7 +74,7 @@ def settings_and_origins_of(
 
 
 def choices(field: FieldInfo) -> tuple[str, ...]:
-    """Return the words that are allowed for a setting; empty if other values are."""
+    """Return the words that are allowed for a setting; empty if its values are not words from a fixed list."""
     if get_origin(field.annotation) is Literal:
         return tuple(map(str, get_args(field.annotation)))
     return ("true", "false") if field.annotation is bool else ()

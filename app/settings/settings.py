@@ -86,8 +86,8 @@ class Settings(Section, BaseSettings):
         return self.cache.disk_dir.expanduser()
 
     def engine_config(self, tenant_secret: bytes) -> EngineConfig:
-        """Return the configuration of the engine process. Settings that have the same name and unit there are copied by
-        name; the others are converted here."""
+        """Return the configuration of the engine process. Settings that have the same name and unit in the EngineConfig
+        are copied by name; the others are converted here."""
         cache, target = self.cache, self.scheduler.itl_target_ms
         return EngineConfig(
             model=_told(ModelConfig, self.model, source=source_of(self.model.source)),

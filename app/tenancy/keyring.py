@@ -41,8 +41,8 @@ def digest_of(key: str) -> bytes:
 
 
 class Keyring:
-    """A set of bearer keys and a check against it. The time taken depends neither on the key nor on which stored key it
-    resembles."""
+    """A set of bearer keys, against which the key of a request is checked. The time of a check depends neither on the
+    key nor on which stored key it resembles."""
 
     def __init__(self, keys: Iterable[Key], *, local: KeyLimits = NO_LIMITS) -> None:
         """Set up. local: the limits of all clients, if no keys are configured. If a key is given twice, the last entry

@@ -63,7 +63,7 @@ class Quotas:
             raise quota_exceeded(self._over[tenant], retry_after_s=self._look_s)
 
     def changed(self, tenant: str) -> None:
-        """Start a check in the background, if the tenant has quotas. To be called when what it stores may have
+        """Start a check in the background, if the tenant has quotas. To be called when what the tenant stores may have
         grown."""
         limits = self._limits(tenant)
         if (limits.sessions or limits.cache_bytes) and tenant not in self._looks:

@@ -1,5 +1,5 @@
-"""Text and JSON that can be sent to a client. What a model writes may decode to halves of characters, and to numbers
-that JSON does not have."""
+"""Text and JSON that can be sent to a client. What a model writes may decode to lone surrogates, and to numbers that
+JSON does not have."""
 
 import json
 from typing import Any

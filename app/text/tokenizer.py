@@ -103,7 +103,9 @@ class ChatTokenizer:
         cls, directory: Path, *, calls: str = AUTO, thoughts: str = AUTO, media_ids: Collection[int] = ()
     ) -> "ChatTokenizer":
         """Load from tokenizer.json, tokenizer_config.json, special_tokens_map.json and the chat template files. All but
-        the first are optional. calls, thoughts, media_ids: as in `__init__`. Raises TokenizerError."""
+        the first are optional. calls, thoughts: names of the families in whose form the model writes calls and
+        thoughts; AUTO: those that its template shows. media_ids: tokens that stand for images and the like. Raises
+        TokenizerError."""
         path = directory / "tokenizer.json"
         try:
             raw = path.read_bytes()

@@ -67,7 +67,8 @@ def _is_number(value: object) -> bool:
 
 
 def sampling(request: GenerationRequest, defaults: SamplingDefaults, *, max_tokens: int) -> SamplingParams:
-    """Return the parameters of a request; fields that it does not set take the defaults."""
+    """Return the sampling parameters of a request. Fields that the request does not set take `defaults`; its presence
+    and frequency penalties are then 0."""
 
     def given(value: float | None, default: float) -> float:
         return default if value is None else value

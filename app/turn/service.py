@@ -103,7 +103,7 @@ class TurnService:
             ticket.leave()
 
     async def hand_over(self) -> None:
-        """Stop the generations that another server of the fleet can continue, so that it does."""
+        """Stop the generations that another server of the fleet can continue, so that their answers go on there."""
         for generation in [generation for generation in self.generations if generation.hooks.can_move]:
             await generation.hand_over()
 

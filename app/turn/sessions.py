@@ -73,19 +73,21 @@ class SessionCommands:
 
     async def chats(self, *, tenant: str, cache_salt: str, after: str, limit: int) -> list[KeptChat]:
         """Return the conversations whose messages are stored and whose session id comes after `after`, in the order of
-        these ids."""
+        these ids, at most `limit`. cache_salt: only conversations that were recorded with it."""
         domains = domains_of(tenant, cache_salt)
         return await self._transcripts.chats(domains, after=after, now=time.time(), limit=limit)
 
     async def messages(
         self, session_id: str, *, tenant: str, cache_salt: str, after: int, limit: int
     ) -> MessagePage | None:
-        """Return the stored messages of a session after the message at index `after`; None if there are none."""
+        """Return the stored messages of a session after the message at index `after`, at most `limit`. None if no
+        messages of the session are stored, or it has expired."""
         domains = domains_of(tenant, cache_salt)
         return await self._transcripts.messages(domains, session_id, after=after, now=time.time(), limit=limit)
 
     async def entitle(self, session_id: str, *, tenant: str, title: str | None) -> bool:
-        """Set the title of a session; None removes it. Returns False if no messages of the session are stored."""
+        """Set the title of a session, with any salt; None removes it. Returns False if no messages of the session are
+        stored."""
         return await self._transcripts.entitle(session_id, tenant=tenant, title=title)
 
     async def delete(self, session_id: str, *, tenant: str) -> None:
@@ -105,7 +107,7 @@ class SessionCommands:
             raise missing
 
     def keep(self, session_id: str, *, tenant: str, ttl_s: float) -> None:
-        """Set a session's time to live in the background. Failures are ignored."""
+        """Set a session's time to live by a background task, and return at once. Failures are ignored."""
         task = asyncio.create_task(self._keep(session_id, tenant, ttl_s))
         self._under_way.add(task)
         task.add_done_callback(self._under_way.discard)

@@ -18,8 +18,8 @@ CLOSING_S = 1.0  # a stream whose client has hung up closes within this; one tha
 def sent_back(
     under_way: Iterable[Generation], request: ChatCompletionRequest, prompt: PreparedPrompt
 ) -> list[Generation]:
-    """Return those of the generations `under_way` that the request's last answer may have been cut from: their prompt
-    is the same, and their answer so far begins with it."""
+    """Return those of the generations `under_way` whose answer a client may have stopped and sent back as the last
+    answer of this request: they have the prompt that this answer has, and their text so far begins with it."""
     if not prompt.answered:
         return []
     said = next(message.content for message in reversed(request.messages) if message.role == "assistant")

@@ -15,12 +15,12 @@ Described = dict[str, Any]
 def with_titles(
     sessions: Sequence[Described], chats: Sequence[KeptChat], *, more: bool, limit: int
 ) -> tuple[list[Described], bool]:
-    """Return a page of sessions with their titles, and whether there are further ones. Conversations are listed too
-    whose KV is in no tier.
+    """Return (a page of sessions with their titles, whether there are further ones). Also lists conversations whose KV
+    is in no tier.
 
-    sessions: sessions of the cache, ordered by id, as `describe_session` returns them; sessions with the same id are
-    all there or none. more: whether the cache has further ones. chats: conversations whose messages are stored, ordered
-    by id; more than `limit` if there are so many.
+    sessions: sessions of the cache, ordered by id, as `describe_session` returns them; either all sessions of an id are
+    among them or none. more: whether the cache has sessions after these. chats: conversations whose messages are
+    stored, ordered by id; more than `limit` if there are so many.
     """
     rows = {_key(one): {**one, "title": None, "first_text": None, "num_messages": None} for one in sessions}
     for kept in chats:

@@ -49,7 +49,8 @@ class File:
     digest: str
 
     def etag(self, *, is_small: bool) -> str:
-        """Return the ETag: a name of this content as it is sent, so the compressed form has another one."""
+        """Return the ETag, which differs between the file as it is and its gzip form. is_small: whether the gzip form
+        is sent."""
         return f'"{self.digest}-gzip"' if is_small else f'"{self.digest}"'
 
 

@@ -59,8 +59,8 @@ def response_of(item_id: str) -> tuple[str, bool] | None:
 
 
 def with_ids(items: Sequence[Item], make: Callable[[str, int], str]) -> list[Item]:
-    """Return the items with ids. make: returns the id for a prefix such as "msg" and the item's index. Items that have
-    an id keep it."""
+    """Return the items, with new ids for those that have none. make: returns an id, given a prefix such as "msg" and
+    the item's index."""
     return [{"id": make(_PREFIXES[item["type"]], place), **item} for place, item in enumerate(items)]
 
 

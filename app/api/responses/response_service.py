@@ -233,8 +233,9 @@ class Responses:
         return []
 
     async def lost_of(self, tenant: str, response_id: str) -> str:
-        """Return the id of the first response that is missing when the chain of previous responses is followed back
-        from this one. A response without its predecessors has lost the conversation before it."""
+        """Follow the chain of previous responses back from this one, and return the id of the first that is not stored.
+        Returns `response_id` itself if none is missing. A response whose predecessor is missing has lost the
+        conversation before it."""
         name = response_id
         with contextlib.suppress(NotStored):
             for _ in range(MAX_CHAIN):
@@ -262,7 +263,7 @@ class Responses:
                 await self.items.append_turn(turn.tenant, request.conversation.id, [*turn.items, *builder.output])
 
     async def run_in_background(self, turn: ResponseTurn) -> dict[str, Any]:
-        """Start a task that generates the response. Returns its body in the present state."""
+        """Store the response, and start a task that generates it. Returns its body in the present state."""
         await self.remember(turn)
         key = turn.tenant, turn.builder.id
         task = asyncio.create_task(self._run(turn))

@@ -47,10 +47,10 @@ class Shape(Protocol):
 class Family:
     """The models that write calls and thoughts in the same way.
 
-    shapes: how they may write calls; the first is what they are taught. signs: patterns, of which their template
-    renders one. thoughts: name in THOUGHTS of their marks around thoughts; empty: they have none of their own. wrap:
-    tags that may stand around the whole content. ignored: marks without a meaning. short_ids: the template takes only
-    ids of calls that have 9 letters and digits.
+    shapes: how they may write calls; the first is what they are taught. signs: patterns; one found in what a template
+    renders, or in the texts of the added tokens, shows that the model is of this family. thoughts: name in THOUGHTS of
+    their marks around thoughts; empty: they have none of their own. wrap: tags that may stand around the whole content.
+    ignored: marks without a meaning. short_ids: the template takes only ids of calls that have 9 letters and digits.
     """
 
     name: str
