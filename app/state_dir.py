@@ -41,9 +41,9 @@ class DamagedSecret(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class StateDir:
-    """The directory in which a process keeps its files, and its secret. problem: why it is a temporary directory in
-    place of the one in the settings, for people; None if it is that one. is_own_secret: whether the secret is the
-    installation's, so that stored KV can be used. is_secret_written: whether the secret's file exists."""
+    """The directory in which a process keeps its files, and its secret. problem: why a temporary directory is used
+    instead of the one in the settings, for people; None if the one in the settings is used. is_own_secret: whether the
+    secret is the installation's, so that stored KV can be used. is_secret_written: whether the secret's file exists."""
 
     path: Path
     secret: bytes
@@ -152,9 +152,9 @@ def _given_secret(path: Path) -> bytes:
 
 
 class SecretKeeper:
-    """A keeper of a running server's secret. If the file is deleted, it writes it again, since without it the next
-    server could read none of the stored KV. It also tries to write to the disk, once at the start and again after each
-    refused write, so that the disk's state is known even if nothing else is written."""
+    """A keeper of a running server's secret. If the secret's file is deleted, the keeper writes the file again: without
+    it the next server could read none of the stored KV. The keeper also tries to write to the disk, once at the start
+    and again after each refused write, so that the disk's state is known even if nothing else is written."""
 
     def __init__(
         self, state_dir: Path, secret: bytes | None, disk: StateDisk | None = None, *, is_written: bool = True

@@ -65,10 +65,11 @@ def wanted(signals: Signals, limits: Limits) -> int:
 
 
 def predicted_wait_s(signals: Signals, replicas: int) -> float:
-    """Return the wait, in seconds, that the same work would have on another number of replicas. With busy, the share of
-    time in which replicas compute, the wait grows as busy / (1 - busy), as in a queue with random arrivals. A fleet
-    that is never idle does not show how long its wait will grow: then the measured wait is returned for numbers of
-    replicas that would be busy more than 70 % of the time, and 0 for larger ones."""
+    """Return the wait, in seconds, that the same work would have on another number of replicas. The wait grows as busy
+    / (1 - busy), as in a queue with random arrivals, where busy is the share of time in which replicas compute. Returns
+    math.inf for replicas that would always compute. A fleet that is never idle does not show how long its wait will
+    grow: for it, returns the measured wait for a number of replicas that would be busy more than 70 % of the time, and
+    0 for a larger number."""
     if replicas <= 0:
         return math.inf
     busy = signals.busy * signals.replicas / replicas

@@ -90,9 +90,9 @@ def _disk_room(settings: Settings) -> int:
 def model_shape(
     directory: Path, itemsize: int, max_context: int, weights: str = "auto", hbm_dtype: str = "auto"
 ) -> ModelShape | None:
-    """Return the shape of a model on this machine; None if its configuration does not give it in the usual fields.
-    itemsize: bytes per element of the type that it will be computed in; weights, hbm_dtype: see model.weights and
-    cache.hbm_dtype."""
+    """Return the shape of a model on this machine; None if its configuration does not give the shape in the usual
+    fields. itemsize: bytes per element of the type that the model will be computed in. weights, hbm_dtype: the settings
+    model.weights and cache.hbm_dtype."""
     try:
         config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
         text = config.get("text_config") or config

@@ -139,7 +139,8 @@ class Database:
             self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
 
     def close(self) -> None:
-        """Close the file. Where its disk does not answer, its thread closes it when that does, if ever."""
+        """Close the file. If its disk does not answer, the disk's thread closes the file once the disk answers again,
+        if ever."""
 
         def close() -> None:
             self._keep_file()

@@ -16,9 +16,9 @@ Find = Callable[[bytes], Awaitable[Tools | None]]
 
 
 class FirstTools:
-    """A memory of the lists of tools that tenants sent first, to be used by one thread. A list that it has forgotten,
-    or lost in a restart, is looked up in the transcripts, which keep it for as long as a session that was recorded with
-    it."""
+    """A memory of the lists of tools that tenants sent first, to be used by one thread. A list that it no longer has,
+    for example after a restart, is looked up in the transcripts. These keep a list as long as a session that was
+    recorded with it."""
 
     def __init__(self, *, max_bytes: int = MAX_BYTES) -> None:
         self._max_bytes = max_bytes

@@ -106,8 +106,9 @@ def tail_of(tenant: str, before: Message, answer: Message) -> bytes:
 
 
 def outline_of(asked: Asked, answer: Message | None = None, *, known: Outline | None = None) -> Outline:
-    """Return the outline of a request, and of its answer if there is one. known: the outline of an earlier request;
-    where this request begins with the messages of that one, their digests are taken from it."""
+    """Return the outline of a request, and of its answer if there is one. known: the outline of an earlier request; if
+    this request begins with the messages of the earlier one, their digests are copied from `known` instead of
+    computed."""
     count = min(len(asked.messages), MAX_OUTLINED)
     start, packed = 0, b""
     if known is not None and known.outlined <= count and asked.chain[known.outlined] == known.chain:

@@ -247,8 +247,8 @@ class RedisStore:
             return response_of(body, response_id)
 
     async def input_items(self, tenant: str, response_id: str) -> list[Item]:
-        """Return the input items of a response and of all responses it continues, oldest first, without its own
-        output."""
+        """Return the items that a response was generated from, oldest first: the input and the output of the responses
+        that it continues, then its own input."""
         key = _response(tenant, response_id)
         async with self._reading(key):
             _, _, own, previous = _named(await self._run("get", key), key)

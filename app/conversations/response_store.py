@@ -95,8 +95,8 @@ class ResponseStore:
         return body
 
     async def input_items(self, tenant: str, response_id: str) -> list[Item]:
-        """Return the input items of a response and of all responses it continues, oldest first, without its own
-        output."""
+        """Return the items that a response was generated from, oldest first: the input and the output of the responses
+        that it continues, then its own input."""
 
         def read() -> tuple[list[Item], list[str]]:
             _, items, previous = self._response(tenant, response_id)

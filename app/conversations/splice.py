@@ -39,8 +39,8 @@ class Candidate:
 
 
 def exact(chat: RenderedChat, candidate: Candidate) -> Splice | None:
-    """Keep the whole answer, if the chat's text has it right after its prompt, exactly as it was generated. Returns
-    None otherwise."""
+    """Keep the whole answer, if it stands in the chat's text right after the answer's prompt, exactly as it was
+    generated. Returns None otherwise."""
     answer, start = candidate.answer, candidate.answer.prompt_chars
     if not (candidate.has_same_prompt and chat.text.startswith(answer.text, start)):
         return None

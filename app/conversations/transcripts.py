@@ -180,9 +180,8 @@ class Transcripts:
     ) -> None:
         """Record an answer. answer: the message as the client will send it back. text: what `token_ids` decode to,
         which a stop string may have shortened. text_ends: for each token, the number of characters complete after it.
-        messages: the conversation with this answer as the client knows it, to be shown again; empty: what is kept of
-        it stays as it is.
-        """
+        messages: the conversation with this answer as the client knows it, to be shown again; if empty, the stored
+        messages of the session are left as they are."""
         bare = without_reasoning(answer)
         new = NewAnswer(
             chain=link(prompt.chain, answer),

@@ -46,9 +46,9 @@ class _Unstored:
 
 class StoredResponses:
     """The responses that clients return to: those in a store, and those that the store could not take yet, which are
-    kept in memory. They are stored, the oldest first, as soon as the store takes responses again. If they take more
-    than `max_bytes`, the tenant that has the most loses its oldest; all are lost when the process ends. Used from the
-    event loop. Raises NotStored and TooLong, and what the store raises when it is asked."""
+    kept in memory. They are stored, the oldest first, as soon as the store takes responses again. If the responses in
+    memory take more than `max_bytes`, the oldest of the tenant with the most bytes is dropped; all are lost when the
+    process ends. Used from the event loop. Raises NotStored and TooLong, and what the store raises when it is asked."""
 
     def __init__(self, store: Store, *, ttl_s: float, max_bytes: int = MAX_BYTES) -> None:
         self._store, self._ttl_s, self._max_bytes = store, ttl_s, max_bytes
@@ -80,8 +80,8 @@ class StoredResponses:
         return await self._store.get(tenant, response_id) if kept is None else kept.body
 
     async def input_items(self, tenant: str, response_id: str) -> list[Item]:
-        """Return the input items of a response and of all responses it continues, oldest first, without its own
-        output."""
+        """Return the items that a response was generated from, oldest first: the input and the output of the responses
+        that it continues, then its own input."""
         kept = self._kept_one(tenant, response_id)
         if kept is None:
             return await self._store.input_items(tenant, response_id)

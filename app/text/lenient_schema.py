@@ -28,9 +28,9 @@ Compiles = Callable[[dict[str, Any]], bool]
 
 
 def forgiven(schema: dict[str, Any], compiles: Compiles) -> dict[str, Any]:
-    """Return a copy of a schema without the keywords that cannot be enforced, wherever in it they are; {} if what is
-    left cannot be compiled either. compiles: tells whether a schema can be enforced. The schema must be nested no more
-    deeply than a body may be."""
+    """Return a copy of a schema without the keywords that cannot be enforced, at any depth; {} if what is left cannot
+    be compiled either. compiles: tells whether a schema can be enforced. The schema must be nested no more deeply than
+    a body may be."""
     found = _Forgiver(schema, compiles).forgiven(schema)
     return found if isinstance(found, dict) and compiles(found) else {}
 

@@ -42,9 +42,9 @@ class TemplateTraits:
 
     @property
     def reminds_in_results(self) -> bool:
-        """Whether a reminder after a call's result has to be put into that result. As a user's message it would make
-        the template leave the turn's thoughts out, and the prompt from the first of them on would have to be computed
-        again."""
+        """Whether a reminder after a call's result has to be put into that result. As a user's message of its own, the
+        reminder would make the template leave out the turn's thoughts, and the prompt from the first thought on would
+        have to be computed again."""
         return self.thought_before_user is not Outcome.KEPT
 
     def described(self, with_tools: "TemplateTraits") -> dict[str, str]:

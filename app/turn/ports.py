@@ -60,8 +60,8 @@ def codec_in_use(model: ModelInfo, stats: Stats | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """The id and time of a turn's beginning, which its answer shows to the client, and the number of tokens that were
-    counted against its key on the server where it began."""
+    """The id and the time of a turn's beginning, which the answer shows to the client, and the number of tokens that
+    were already counted against the key on the server where the turn began."""
 
     request_id: str
     created: int  # unix time
@@ -267,7 +267,7 @@ class ServerHooks(Protocol):
         ...
 
     async def run(self) -> None:
-        """Do the work that connects this server with the fleet, such as reports to it, until cancelled or done."""
+        """Do the work that connects this server with the fleet, such as sending reports, until cancelled or done."""
         ...
 
     async def leave(self) -> None:

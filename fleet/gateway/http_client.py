@@ -230,9 +230,9 @@ class Replica:
         silence_s: float,
         is_repeatable: bool = True,
     ) -> Connection:
-        """Send a request and return the connection, with the head of its answer. The caller has to give it back.
-        silence_s: the longest wait for the next byte, here and in the body. is_repeatable: whether it may be sent again
-        when it is unknown whether it has arrived. Raises ReplicaFailed."""
+        """Send a request and return the connection, with the head of its answer. The caller has to give the connection
+        back. silence_s: the longest wait for the next byte, here and in the body. is_repeatable: whether the request
+        may be sent again if it is unknown whether the replica has received it. Raises ReplicaFailed."""
         while self._idle and is_repeatable:
             _, connection = self._idle.pop()
             if not connection.is_idle:

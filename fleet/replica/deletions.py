@@ -53,12 +53,15 @@ class Deletions:
         self._remembered: OrderedDict[str, Forgotten] = OrderedDict()
 
     async def carry_out(self, heard: Heard, *, fingerprint: str) -> None:
-        """Carry out the deletions that the directory's answer to a beat (`heard`) contains, report each of them to the
-        directory as carried out, and raise `since`, the epoch up to which all deletions were carried out here. If the
-        directory has forgotten some deletions after `since`, sessions here without a sufficiently old record are
-        deleted too. fingerprint: the served model's. Raises ApiError or DirectoryUnavailable; then `since` stays as it
-        was, so that the answer to the next beat contains the same deletions again. Not to be called again before it has
-        returned."""
+        """Carry out the deletions in the directory's answer to a beat (`heard`), and report each of them to the
+        directory as carried out. Then raise `since`, the epoch up to which all deletions were carried out here. If the
+        directory no longer remembers all deletions after `since`, also delete the sessions here that one of them may
+        have concerned: those without a record, or first claimed after `since`.
+
+        fingerprint: that of the served model. Raises ApiError or DirectoryUnavailable; then `since` stays as it was, so
+        that the answer to the next beat contains the same deletions again. Must not be called again before it has
+        returned.
+        """
         if not heard.reaches_back:
             await self._clear(fingerprint)
         if heard.forgotten:

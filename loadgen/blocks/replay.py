@@ -114,8 +114,10 @@ def hit_blocks(
     returns: ReturnTimes | None = None,
     codec: CodedKV = RAW,
 ) -> list[int]:
-    """Return how many of each request's blocks were hit. policy, capacity_tokens: as in `hit_rate`. returns: what is
-    known of when sessions return; None: only what is learned during the replay. codec: of the tier's blocks."""
+    """Return how many of each request's blocks were hit. policy: a key of `POLICIES`, "default" for the server's own,
+    or one of `CEILINGS`. capacity_tokens: size of the tier, as the tokens of uncompressed KV that fit into it; None:
+    unlimited. returns: what is known of when sessions return; None: only what is learned during the replay. codec: the
+    codec of the tier's blocks."""
     uses = _Uses(requests) if policy == "belady" else None
     returns = ReturnTimes() if returns is None else returns
     if uses is not None:

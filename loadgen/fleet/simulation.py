@@ -168,8 +168,8 @@ class FleetSimulation:
         return sorted(found, key=lambda record: record.arrived_s)
 
     def ttft_s(self, record: TurnRecord) -> float:
-        """Return the seconds to a turn's first token as its client saw them. If the turn was interrupted and sent to
-        another replica, they count from its first arrival."""
+        """Return the seconds to a turn's first token as its client saw them: counted from the turn's first arrival,
+        even if the turn was interrupted and sent to another replica."""
         return record.first_token_s - self.asked_s.get((record.session_id, record.turn), record.arrived_s)
 
     def _settle(self, session: LiveSession) -> None:

@@ -27,13 +27,14 @@ class Allocation:
 
 
 def allocate(model: OffloadedModel, host: Host, host_bytes: float | None = None) -> Allocation:
-    """Divide host memory between KV and activations by the paper's Algorithm 1. host_bytes: of host memory beside the
-    weights; None: all that the weights leave.
+    """Divide host memory between KV and activations by the paper's Algorithm 1. host_bytes: bytes of host memory to
+    divide; None: all that the model's weights leave.
 
-    A layer's weights load while the GPU computes keys and values from the activations that lie on it. If the GPU would
-    then be idle, as many activations are put into host memory as it can turn into KV in that time. If the link would be
-    idle, as much KV is put there as it can load. The rest of the memory is divided so that loading its KV takes as long
-    as computing KV from its activations. As in the paper's Equation 9, the time to load activations is not counted.
+    A layer's weights load while the GPU computes keys and values from the activations that lie on the GPU. If the GPU
+    would then be idle, as many activations are put into host memory as it can turn into KV in that time. If the link
+    would be idle, as much KV is put there as it can load. The rest of the memory is divided so that loading its KV
+    takes as long as computing KV from its activations. As in the paper's Equation 9, the time to load activations is
+    not counted.
     """
     if host_bytes is None:
         host_bytes = host.host_bytes - model.num_layers * model.weight_bytes

@@ -64,10 +64,10 @@ def plan_replicas(
     seed: int, progress: Callable[[int], None],
 ) -> FleetPlan:  # fmt: skip
     """Find by simulation how many replicas keep the 95th percentile of TTFT within `ttft_target_s`. The first fleet has
-    as many replicas as the rate needs at least. While a fleet misses the target, a larger one is simulated; if the
-    first one meets it, smaller ones follow until one misses it. rate: conversations that begin per second; they end
-    before they overflow the window. progress: called with the number of replicas before each simulation. Raises
-    ValueError."""
+    as many replicas as the rate needs at least. While a fleet misses the target, a larger one is simulated. If the
+    first fleet meets the target, smaller ones are simulated until one misses it. rate: conversations that begin per
+    second; each is cut before the turn that would overflow the window. progress: called with the number of replicas
+    before each simulation. Raises ValueError."""
 
     def drawn(sessions: int, rate: float, seed: int) -> list[Conversation]:
         found = workload(

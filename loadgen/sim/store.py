@@ -366,7 +366,7 @@ class SimulatedStore:
 
     def look_ahead(self, waiting: Sequence[str], now: float) -> None:
         """Tell the eviction policies which sessions wait, next first. A tier above the lowest is told only of the first
-        ones, a few times as many as it can hold, because a policy walks through all of them."""
+        ones, a few times as many as it can hold, because a policy walks through all that it is told of."""
         mean = self.mean_session_bytes
         for name, tier in self.tiers.items():
             told_bytes = _TOLD * tier.capacity + mean if name != self._lowest else self._window_bytes

@@ -25,11 +25,12 @@ _SEPARATORS = ",;"
 class JsonCalls:
     """The shape of JSON calls. Keys may come in any order; arguments that come after the name are streamed.
 
-    open, close: the tags; without `open` calls can only begin an answer. newline: what stands between them and what is
-    in them. is_list: the model writes all of its calls between one pair of tags, as a list, with `list_edges` before,
-    between and after them. name, arguments: the keys that it writes. first: what it writes before the name; `{number}`
-    stands for the call's number. is_keyed: an object has one key, which is the function's name. is_alone: the model
-    writes one call in an answer. has_ids: it writes ids that its template shows again; those of others are not kept.
+    open, close: the tags; without `open` calls can only begin an answer. newline: what stands between the tags and the
+    calls in them. is_list: the model writes all of its calls between one pair of tags, as a list, with `list_edges`
+    before, between and after them. name, arguments: the keys that it writes. first: what it writes before the name;
+    `{number}` stands for the call's number. is_keyed: an object has one key, which is the function's name. is_alone:
+    the model writes one call in an answer. has_ids: it writes ids that its template shows again; those of others are
+    not kept.
     """
 
     open: str = ""
