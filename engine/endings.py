@@ -36,8 +36,8 @@ class Endings:
         token_ids: Iterable[int] = (),
         logprobs: list[TokenLogprob] | None = None,
     ) -> Output:
-        """End a choice with a finish reason. token_ids, logprobs: its last generated tokens and their log
-        probabilities."""
+        """End a choice and return its last output. reason: its finish_reason. token_ids, logprobs: the tokens that this
+        output carries, and their log probabilities."""
         timings = choice.timings(now)
         self._scheduler.completed(choice.sequence)
         self.close(choice, choice.sequence.computed_tokens)
@@ -52,14 +52,16 @@ class Endings:
         self.close(choice, max(0, sequence.prompt_tokens + keep_tokens - sequence.dropped_tokens))
 
     def end_computed(self, choices: Iterable[RunningChoice]) -> None:
-        """End choices of which only the KV was to be computed, and no token drawn."""
+        """End choices whose answers had already ended on another engine (`is_over`): only their KV was to be computed,
+        so no token is drawn and no output made."""
         for choice in choices:
             if choice.report is not None:
                 self._cache.stats.count_prompt(choice.report)
             self.close(choice, choice.sequence.computed_tokens)
 
     def end_unusable(self, choice: RunningChoice) -> Output:
-        """End a choice for which no token can be sampled: its grammar has failed, or its logits are not numbers."""
+        """End a choice for which no token can be sampled, because its grammar has failed or its logits are not numbers.
+        Returns its error output."""
         if choice.constraint is not None and choice.constraint.is_failed:
             self.close(choice, choice.sequence.computed_tokens)
             return choice.failed("it has become too costly to follow", "invalid_grammar")

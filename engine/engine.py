@@ -103,16 +103,17 @@ class Engine:
         return self._sessions.take_replies() if self._sessions.unanswered else []
 
     def step(self, now: float, before_long: Callable[[], None] = lambda: None) -> list[Output]:
-        """Run one batch. If it raises, call `fail_all`. before_long: called once the step is scheduled, if it is long
-        and is the first step of some request."""
+        """Run one batch, or wait a moment if everything that could run waits for its KV. If this raises, call
+        `fail_all`. before_long: called after scheduling and before computing, if the step is long and some request runs
+        in it for the first time."""
         refused: list[Output] = []
         if self._requests.held or self._cache.parking.hopeless:
             refused = self._requests.before_step(now)
         return refused + self._step.run(now, before_long)
 
     def idle(self, now: float) -> None:
-        """Do what is due about once a second: expire sessions, touch memory that will be needed for the first time, and
-        log an error if pages stay pinned when nothing runs."""
+        """Do what is due about once a second: expire sessions, touch memory ahead of its first use, and log an error if
+        pages stay pinned when nothing runs."""
         choices = self._requests.choices
         self._cache.sessions.sweep(now)
         self._first_touch.go_on(*self._cache.reached, lambda: bool(choices))
@@ -136,15 +137,16 @@ class Engine:
     # --- sessions -----------------------------------------------------------------------------------------------------
 
     def sessions(self, request: SessionRequest, now: float) -> list[SessionReply]:
-        """Answer a request about sessions. A deletion is answered by `poll` when the bytes are gone."""
+        """Carry out a request about sessions, and return its answer. The answer to a deletion comes later, from `poll`,
+        when the bytes are gone."""
         return self._sessions.apply(request, now)
 
     def adopt(self, request: Adopt, now: float) -> list[SessionReply]:
-        """Take over a session of another replica. `poll` returns the answer when Redis has sent the headers of the
-        session's extents."""
+        """Begin to take over a session of another replica. Returns a refusal at once, or nothing; then `poll` returns
+        the answer, when Redis has sent the headers of the session's extents."""
         return self._sessions.adopt(request, now)
 
     def take_heads(self) -> list[Head]:
-        """Return the heads (records by which another replica can take over a session) that have changed since the last
-        call."""
+        """Return the heads that have changed since `take_heads` was last called. (A head is the record by which another
+        replica can take over a session.)"""
         return self._sessions.take_heads() if self._sessions.has_heads else []

@@ -230,7 +230,8 @@ class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Timings(msgspec.Struct, frozen=True, kw_only=True):
-    """The milliseconds that a choice spent inside the engine, and an estimate of those that cached KV saved it."""
+    """The milliseconds that a choice spent in the stages of the engine, and an estimate of how much later its first
+    token would have come without cached KV."""
 
     queue_ms: float  # arrival -> first scheduled
     load_ms: float
@@ -250,8 +251,9 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Output(msgspec.Struct, frozen=True, kw_only=True):
-    """New tokens of one choice. `report`, of where the prompt's KV was found, comes with a choice's first output, and
-    again with its last if its context was truncated in between; `timings` with its first and its last."""
+    """New tokens of one choice, its end, or the progress of its prompt. `report`, of the tiers in which the prompt's KV
+    was found, comes with a choice's first output, and again with its last if its context was truncated in between.
+    `timings` come with the first output and with the last."""
 
     request_id: str
     choice: int

@@ -51,8 +51,8 @@ class SessionDirectory:
         return [SessionReply(request_id=asked, sessions=[], error_code=problem) for asked, problem in ended]
 
     def take_heads(self) -> list[Head]:
-        """Return the heads (records by which another replica can take over a session) that have changed since the last
-        call."""
+        """Return the heads that have changed since `take_heads` was last called. (A head is the record by which another
+        replica can take over a session.)"""
         if not self.has_heads:
             return []
         return [

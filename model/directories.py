@@ -14,7 +14,9 @@ def is_there(directory: Path) -> bool:
 
 
 def source_of(name: str) -> str:
-    """Return what a server loads for the setting model.source: a directory, a hub id or a GGUF file."""
+    """Return the model that a server loads for the value `name` of the setting model.source. For "bundled" this is the
+    directory of the bundled model. If `name` is empty, it is the directory of SmolLM2, or of the bundled model where
+    SmolLM2 is not installed. Any other name (a directory, a hub id or a GGUF file) is returned as it is."""
     if name == "bundled":
         return str(BUNDLED)
     return name or str(SMOLLM2 if is_there(SMOLLM2) else BUNDLED)

@@ -45,8 +45,8 @@ class FirstSteps(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Remembered:
-    """The file of remembered results, and the entry of one model in it. `key` combines everything that the results
-    depend on."""
+    """The file that keeps the results of first steps, an entry for each of the models that were served last, and the
+    entry of this model in it. `key` combines everything that this model's results depend on (`key_of`)."""
 
     def __init__(self, directory: Path, key: str) -> None:
         self._path, self._key = directory / "first_steps.json", key
@@ -55,8 +55,8 @@ class Remembered:
         return self._read().get(self._key)
 
     def keep(self, shown: FirstSteps) -> None:
-        """Write the results as this model's entry. Only the entries written last stay. A directory that cannot be
-        written to is no error."""
+        """Write this model's results, `shown`, to the file, in place of its earlier entry. Drop the oldest entries
+        beyond the _KEPT_MODELS that were written last. If the file cannot be written, only log that."""
         entries = {key: entry for key, entry in self._read().items() if key != self._key}
         entries = dict([*entries.items(), (self._key, shown)][-_KEPT_MODELS:])
         new = self._path.with_suffix(f".{os.getpid()}.new")

@@ -64,10 +64,11 @@ def automatic_sizes(
 ) -> Sizes:
     """Return the sizes of the tiers that the settings leave open, for a model.
 
-    memory: bytes that were available before its load. device_memory: bytes of the accelerator that the weights leave
-    free; None if the model runs on the CPU. weights: bytes of the machine's memory that the weights take. disk: most
-    bytes of cache files. hbm_tokens: tokens that HBM has to hold by the settings, or 0. stored_bytes_per_token: bytes
-    that a token takes below HBM; None: as many as in HBM. coding: the result of `coding_bytes`.
+    memory: bytes that were available before the model was loaded. device_memory: bytes of the accelerator that the
+    weights leave free; None if the model runs on the CPU. disk: the most bytes that cache files could take. weights:
+    bytes of the machine's memory that the weights take. window_tokens: the context window. hbm_tokens: tokens that HBM
+    has to hold by the settings, or 0. stored_bytes_per_token: bytes that a token takes below HBM; None: as many as in
+    HBM. coding: the result of `coding_bytes`.
     """
     stored_bytes = kv_bytes_per_token if stored_bytes_per_token is None else stored_bytes_per_token
     on_cpu = device_memory is None

@@ -21,8 +21,8 @@ class ChosenCodec:
     codec was calibrated; None: there is no codec.
 
     refusals: the file that notes that the codec must not be used. is_refused: whether an earlier start has condemned
-    the codec, because it changed answers too much. The codec's name then stays in the names of blocks, so that KV
-    stored by earlier starts is still found, but it compresses and decodes nothing.
+    the codec, because it changed answers too much. Such a codec compresses and decodes nothing, but its name stays in
+    the names of blocks, so that KV stored by earlier starts is still found.
     """
 
     codec: Codec | None = None

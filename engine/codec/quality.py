@@ -89,9 +89,9 @@ class Subject:
 
 
 class HistoryCoder:
-    """A runner of a model over single texts, each a history and the tokens after it, with the KV of the history either
-    as computed or as a codec returns it. most_tokens: tokens of the longest text. page_format: number format of the KV
-    pages that it runs on. Used by one thread at a time."""
+    """A runner of a model over single texts. A text is a history and the tokens after it; the history's KV is used as
+    it was computed, or as a codec returns it. most_tokens: tokens of the longest text. page_format: number format of
+    the KV pages that it runs on. Used by one thread at a time."""
 
     def __init__(self, subject: Subject, *, most_tokens: int, page_format: PageFormat = _PLAIN) -> None:
         self._subject = subject
@@ -118,16 +118,16 @@ class HistoryCoder:
 
     @torch.inference_mode()
     def go_on(self, token_ids: Tensor, start: int) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-        """Compute tokens after a history of `start` tokens. Returns (log probabilities as from `score`, K and V of
-        these tokens as from `compute`)."""
+        """Compute `token_ids`, which follow a history of `start` tokens whose KV is in the pages. Returns (log
+        probabilities as from `score`, K and V of these tokens as from `compute`)."""
         self._forget_seen()
         logits = self._run(token_ids, start, logit_rows=len(token_ids), listens=True)
         return logits.float().log_softmax(-1), self._stored()
 
     @torch.inference_mode()
     def score(self, token_ids: Tensor, start: int) -> Tensor:
-        """Return the log probabilities, fp32 [tokens, vocabulary], of tokens that follow a history of `start`
-        tokens."""
+        """Return the log probabilities of the next token after each of `token_ids`, fp32 [tokens, vocabulary].
+        `token_ids` follow a history of `start` tokens whose KV is in the pages."""
         return self._run(token_ids, start, logit_rows=len(token_ids), listens=False).float().log_softmax(-1)
 
     @torch.inference_mode()

@@ -29,9 +29,9 @@ _DTYPES = (torch.bfloat16, torch.float32)
 
 def make_transform(config: CacheConfig, subject: Subject, tokenizer: Path, fingerprint: bytes) -> ChosenCodec:
     """Return the transform codec that keeps to `cache.codec_budget` on a model, from the file of an earlier start or
-    calibrated now; a ChosenCodec without one and with a warning if none keeps to it. tokenizer: path of the model's
-    `tokenizer.json`; fingerprint: bytes that identify the model. Raises ModelRefused if numba is missing or the dtype
-    cannot be coded."""
+    calibrated now. If no such codec keeps to the budget, the ChosenCodec has a warning and no codec. tokenizer: path of
+    the model's `tokenizer.json`; fingerprint: bytes that identify the model. Raises ModelRefused if numba is missing or
+    the dtype cannot be coded."""
     if subject.dtype not in _DTYPES:
         raise ModelRefused(f"cache.codec: KV in {subject.dtype} cannot be coded; take model.dtype bfloat16 or float32")
     try:

@@ -13,8 +13,9 @@ _MOST_NATS = 10.0  # most nats that one check counts for; logits that are no num
 
 
 class CodecVerdict:
-    """A judge that condemns a codec (it must not be used any more), for good, once the mean divergence of its last
-    `LAST` checks exceeds the limit. The Verifier calls it, in the engine's loop."""
+    """A judge that condemns a codec for good, so that it is not used any more. It does so after at least `LEAST`
+    checks, once the divergences that the codec caused in the last `LAST` checks sum to more than `LAST` times the
+    limit. The Verifier calls it, in the engine's loop."""
 
     def __init__(self, *, codec: str, budget: float) -> None:
         """Begin without any check. codec: the codec's name. budget: nats per token to which the codec was
@@ -33,7 +34,8 @@ class CodecVerdict:
 
     @property
     def recent(self) -> float | None:
-        """The mean divergence of the last `LAST` checks, in nats per token; None before the first."""
+        """The mean divergence of the last `LAST` checks, in nats per token, without what rounding alone causes; None
+        before the first check."""
         return sum(self._last) / len(self._last) if self._last else None
 
     def hear(self, divergence: float, rounding: float) -> bool:

@@ -105,8 +105,8 @@ class DraftSource:
 
 class Acceptance:
     """An estimate of how likely the next token of a draft is right, by how many tokens before the draft match
-    (`Draft.matched`). It counts recent drafts. While few are counted, they are averaged with a first guess: the
-    estimate `before`, or else a constant."""
+    (`Draft.matched`): the share of right tokens in recent drafts. While few drafts are counted, this share is averaged
+    with a first guess: the estimate `before`, or a constant if that is None."""
 
     def __init__(self, before: "Acceptance | None" = None) -> None:
         self._before = before
@@ -179,9 +179,9 @@ class Candidate:
 def worthwhile(
     candidates: Sequence[Candidate], *, rows: int, most_rows: int, fixed_s: float, row_s: float
 ) -> list[int]:
-    """Return how many tokens of each draft to compute in a step. The numbers are those with the most expected tokens
-    per second of the step. rows: the step's rows without drafts, one for each choice. A step of n rows takes fixed_s +
-    n * row_s and may have `most_rows`."""
+    """Return how many tokens of each draft to compute in a step, so that the step is expected to yield the most tokens
+    per second. rows: the step's rows without drafts, one for each choice. A step of n rows takes fixed_s + n * row_s.
+    most_rows: the most rows of a step."""
     lengths = [0] * len(candidates)
     expected, taken_s, step_rows = float(rows), fixed_s + rows * row_s, rows
     queue = [(-candidate.probability, place) for place, candidate in enumerate(candidates) if candidate.tokens > 0]

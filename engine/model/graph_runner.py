@@ -167,9 +167,10 @@ class GraphRunner(ModelRunner):
 
     @torch.inference_mode()
     def capture_all(self, most_sequences: int, batch_of: Callable[[int, int], BatchInput]) -> None:
-        """Capture steps of up to `most_sequences` sequences, with contexts of any length, as CUDA graphs. The largest
-        comes first, so that the others fit into its memory. batch_of(number of sequences, length of their contexts in
-        tokens): makes a step on the host; it may have fewer sequences."""
+        """Capture decode steps of up to `most_sequences` sequences, with contexts of any length, as CUDA graphs. The
+        largest graphs come first, so that the others fit into their memory. batch_of(n, length): makes the step with
+        which a graph for n sequences is captured, on the host and with contexts of about `length` tokens. If it makes
+        fewer than n sequences, the graph's other rows are filled up with padding."""
         most_rows = _rounded_up(min(most_sequences, _MOST_ROWS))
         row_counts = [1 << power for power in range(most_rows.bit_length())]
         keys = [(rows, items) for rows in row_counts for items in self._item_counts(rows)]

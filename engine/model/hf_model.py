@@ -182,8 +182,9 @@ def attend(step: Step, layer: int, queries: Tensor, keys: Tensor, values: Tensor
 
 
 def in_part(step: Step, layer: int, queries: Tensor, pages: KvPages, params: AttentionParams) -> AttentionParams:
-    """Return a layer's attention parameters, with the context rows that the step's selector chooses for each sequence
-    if it has a selector. The step's keys have been written to their pages. queries [tokens, heads, k_dim], rotated."""
+    """Return `params` of a layer, with the context rows (KV of earlier tokens) that each sequence is to read there, if
+    the step has a selector and it chooses some; otherwise `params` as it is. Call it once the keys of the step's own
+    tokens are in `pages`, since the selector reads them. queries [tokens, heads, k_dim], rotated."""
     if step.selection is None:
         return params
     scaled = queries[step.selection.candidates.tokens].float().mul_(params.scale * LOG2_E)

@@ -12,8 +12,8 @@ _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.02, torch.float16: 0.003}
 
 class SharedProduct:
     """A matrix product shared by several projections of the same input. The first projection called computes all; the
-    others take their parts. It keeps the input until the last part is taken, to recognise it by identity. Called by the
-    thread that runs the model."""
+    others take their parts. The product keeps its input until the last part is taken, and recognises it by identity:
+    any other input is computed anew. Called by the thread that runs the model."""
 
     def __init__(self, linear: nn.Module, sizes: list[int]) -> None:
         self._linear, self._sizes = linear, sizes

@@ -30,8 +30,8 @@ class ModelRefused(Exception):
 
 def load_model(path: Path, dtype: torch.dtype, device: torch.device, num_ranks: int = 1) -> nn.Module:
     """Load a transformers causal LM, or the text model of a wrapper, in eval mode, with our attention. num_ranks:
-    number of processes that share the model; they are connected already, and this process gets its part. Raises
-    ModelRefused."""
+    number of processes that share the model. If there are several, connect them before (`join_ranks`); each loads its
+    own part. Raises ModelRefused."""
     config = read_config(path)
     transformers.utils.logging.disable_progress_bar()  # it would mix with our log lines
     check_safetensors(path)

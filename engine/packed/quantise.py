@@ -10,10 +10,10 @@ _NUMBERS_TOGETHER = 1 << 22  # numbers rounded together
 
 
 def quantise(weight: Tensor, bits: Bits) -> Codes:
-    """Round a weight [outputs, inputs] to `bits` bits; inputs must be a multiple of GROUP. 8 bits: symmetric, scaled by
-    the largest number of a group. 4 bits: with lows (the value of code 0), over the range of numbers that gives the
-    least error; errors of large numbers weigh more. Raises ValueError for numbers that are not finite, or
-    too large."""
+    """Round a weight [outputs, inputs] to `bits` bits; inputs must be a multiple of GROUP. With 8 bits, a group of
+    inputs is scaled symmetrically by its largest number. With 4 bits, it has a scale and a low (the value of code 0),
+    which span the range that gives the least error; errors of large numbers weigh more. Raises ValueError for numbers
+    that are not finite, or too large."""
     step = max(1, _NUMBERS_TOGETHER // weight.shape[1])
     parts = [(_eight if bits == 8 else _four)(_groups(rows)) for rows in weight.split(step)]
     codes, scales, *lows = (torch.cat(part) for part in zip(*parts, strict=True))

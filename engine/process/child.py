@@ -99,8 +99,8 @@ class EngineChild(asyncio.SubprocessProtocol):
         context: zmq.asyncio.Context,
         echo: Callable[[str], object],
     ) -> "EngineChild":
-        """Start an engine process. echo: called with its output. Raises OSError or zmq.ZMQError when the machine has no
-        room for another process or socket."""
+        """Start an engine process. echo: called with what the process writes to its stdout and stderr. Raises OSError
+        or zmq.ZMQError when the machine has no room for another process or socket."""
         loop = asyncio.get_running_loop()
         # The directory has mode 0700, so that no other user can speak to the engine. It is a new one each time, so that
         # a restarted engine never sees what was meant for the one before.
@@ -139,7 +139,8 @@ class EngineChild(asyncio.SubprocessProtocol):
 
     @property
     def backlog(self) -> int:
-        """The number of messages that the engine has not taken yet, beyond those in the socket."""
+        """The number of posted messages that were not passed to the socket yet. It grows while the engine takes none
+        and the socket is full."""
         return self._outbox.qsize()
 
     @property

@@ -103,9 +103,10 @@ class _End(NamedTuple):
 class EngineClient:
     """Keeps one engine process alive and talks to it, for the app, in its event loop.
 
-    start_timeout_s bounds the silence of an engine that loads a model, hang_timeout_s the silence of an engine that is
-    ready: it must exceed the heartbeat's second and the longest step. After either, the process is killed and
-    restarted. `echo` gets what the engine process writes to its stdout and stderr.
+    start_timeout_s: the longest silence of an engine that loads a model. hang_timeout_s: the longest silence of an
+    engine that is ready; it must be more than a second, since heartbeats are a second apart, and more than the longest
+    step takes. After a longer silence the process is killed and started again. echo: called with what the engine
+    process writes to its stdout and stderr.
     """
 
     def __init__(

@@ -85,8 +85,8 @@ class StepEngine(Protocol):
     def finish_all(self, now: float) -> list[Output]: ...
 
     def sessions(self, request: SessionRequest, now: float) -> list[SessionReply]:
-        """Answer a request about sessions. Returns the answers that exist at once, to this request or to earlier ones.
-        `poll` returns the others."""
+        """Carry out a request about sessions. Returns the answers that exist at once, to this request or to earlier
+        ones. `poll` returns the others."""
         ...
 
     def adopt(self, request: Adopt, now: float) -> list[SessionReply]:
@@ -95,12 +95,13 @@ class StepEngine(Protocol):
         ...
 
     def take_heads(self) -> list[Head]:
-        """Return the heads (records by which another replica can take over a session) that have changed since the last
-        call. Called in every turn of the loop."""
+        """Return the heads that have changed since `take_heads` was last called. (A head is the record by which another
+        replica can take over a session.) Called in every turn of the loop."""
         ...
 
     def poll(self, now: float) -> list[SessionReply]:
-        """Return replies that have become ready. Called in every turn of the loop, so it is cheap."""
+        """Note which transfers of KV have ended, start those that are due, and return answers to session requests that
+        have become ready. Called in every turn of the loop, so it is cheap."""
         ...
 
     def has_work(self) -> bool:
@@ -113,8 +114,9 @@ class StepEngine(Protocol):
         ...
 
     def step(self, now: float, before_long: Callable[[], None]) -> list[Output]:
-        """Run one batch, or wait a moment for the transfers when there is none. If it raises, `fail_all` follows.
-        before_long: called once the step is scheduled, if it is long and is the first step of some request."""
+        """Run one batch, or wait a moment for the transfers if nothing can run yet. If this raises, the loop calls
+        `fail_all`. before_long: called after scheduling and before computing, if the step is long and some request runs
+        in it for the first time."""
         ...
 
     def progress(self, now: float) -> list[Output]:
@@ -165,8 +167,9 @@ class EngineLoop:
             self._poller.register(engine.bell, zmq.POLLIN)
 
     def run(self) -> int:
-        """Loop until the end. Returns the exit status: 0 after Shutdown, 1 after MAX_FAILURES failures in a row. Raises
-        zmq.Again when the app has stopped reading, and whatever `fail_all` raises."""
+        """Run the loop until the app sends Shutdown or the engine fails for good. Returns the exit status: 0 after
+        Shutdown, 1 after MAX_FAILURES failures in a row. Raises zmq.Again when the app has stopped reading, and
+        whatever `fail_all` raises."""
         shutdown = False
         while not shutdown and self._failures < MAX_FAILURES:
             outputs: list[Output] = []

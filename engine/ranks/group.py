@@ -157,7 +157,7 @@ class RankGroup:
         return bool(self._told) or any(socket.poll(0) for socket in self._sockets)
 
     def take(self) -> list[tuple[int, list[Event]]]:
-        """Return (rank, events) for each report that has arrived from a rank since the last call."""
+        """Return the reports of ranks that have arrived since `take` was last called, as (rank, events)."""
         for rank, socket in enumerate(self._sockets, 1):
             while socket.poll(0):
                 message = self._decode(socket.recv())
@@ -186,7 +186,8 @@ class RankGroup:
         return late
 
     def close(self, timeout_s: float) -> bool:
-        """Wait until the ranks, which were sent Close, have ended. Returns whether they have."""
+        """Wait, for at most `timeout_s`, until the ranks, to which Close was sent, have ended, and close their sockets.
+        Returns whether all have ended."""
         until = time.monotonic() + timeout_s
         ended = True
         for process in self._processes:
@@ -200,7 +201,7 @@ class RankGroup:
         return ended
 
     def send_close(self, timeout_s: float) -> None:
-        """Tell the ranks to finish their work and end."""
+        """Tell the ranks to finish their work within `timeout_s` and end."""
         self._is_closing = True
         self.send(Close(timeout_s))
 

@@ -80,8 +80,8 @@ class MakeTiers(msgspec.Struct, frozen=True, tag="make_tiers"):
 
 
 class CarryOut(msgspec.Struct, frozen=True, tag="carry_out"):
-    """Carry out these moves of KV, as `Transfer.carry_out` does. running: the requests of the next step, which needs
-    their loads."""
+    """Carry out these moves of KV, as `Transfer.carry_out` does. running: ids of the requests that take part in the
+    next step; the step waits for their loads layer by layer."""
 
     moves: list[Tagged]
     running: list[str]

@@ -9,10 +9,10 @@ _LONE_PATIENCE_S = 1.0  # longest wait of other steps: only requests that come m
 
 
 class Arrival:
-    """A waiter for the loads of one step. Every layer calls it before it attends, on the engine's thread. It stops
-    waiting for a load when the step has waited too long, in all layers together, or so long that computing would have
-    been faster. Such a load counts as late: the rows that the step computes for its sequence are void, and the sequence
-    starts anew. The rows of other sequences are valid."""
+    """A waiter for the loads of one step. Every layer calls it before it attends, on the engine's thread. It gives up a
+    load when the step's waits in all layers together become too long, or when the load's next layer is not there after
+    the time in which its KV could have been computed. Such a load counts as late: the rows that the step computes for
+    its sequence are void, and the sequence starts anew. The rows of other sequences are valid."""
 
     def __init__(
         self,
@@ -22,9 +22,10 @@ class Arrival:
         patience_s: Callable[[str], float],
         has_bystanders: bool,
     ) -> None:
-        """Tell the transfer that these loads may go on past the few layers that are loaded before a request runs. jobs:
-        request id -> job id of its load. patience_s(request id): the longest wait, in seconds, for the load's next
-        layer. has_bystanders: whether some sequences of the step need no load."""
+        """Tell the transfer to go on with these loads beyond the few layers that are loaded before a request runs.
+        jobs: request id -> job id of its load. patience_s(request id): the longest wait, in seconds, for the load's
+        next layer. has_bystanders: whether some sequences of the step need no load; then the step waits for less
+        time."""
         self._transfer = transfer
         self._patience_s = patience_s
         self.jobs, self.has_bystanders = jobs, has_bystanders

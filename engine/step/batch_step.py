@@ -24,8 +24,8 @@ _LONG = 256  # tokens; a CPU computes them in half a second, or several with a l
 
 
 class StepClock:
-    """A clock for one step. The caller's `now` is monotonic and in seconds, but need not come from this machine's
-    clock; the step adds the time that has passed since the call."""
+    """A clock for one step, which continues the clock of the caller: `now()` is the time that the caller gave, plus the
+    seconds since. The caller's clock is monotonic, in seconds, and need not be this machine's."""
 
     def __init__(self, now: float) -> None:
         self.called = now
@@ -81,9 +81,9 @@ class BatchStep:
         self._moves.order_next(now)
 
     def run(self, now: float, before_long: Callable[[], None]) -> list[Output]:
-        """Run one batch, or wait a moment if everything that could run waits for its KV. If it raises, end every
-        request, then call `fail`. before_long: called after scheduling, if the step computes _LONG or more tokens and
-        is the first step of some request."""
+        """Run one batch, or wait a moment if everything that could run waits for its KV. If this raises, the caller
+        ends every request and then calls `fail`. before_long: called after scheduling and before computing, if the step
+        has at least _LONG tokens and some request runs in it for the first time."""
         clock = StepClock(now)
         schedule, begins = self._schedule(now)
         self._moves.begin_step(schedule)

@@ -91,8 +91,8 @@ class RunningChoice:
         return token_id in self.end_ids and self.sequence.output_tokens > self.sequence.sampling.min_tokens
 
     def prompt_rows(self, first: int, num_tokens: int) -> int:
-        """Return how many leading rows of a chunk, which starts at row `first` of the context, need logits for the
-        logprobs of the prompt's tokens."""
+        """Return how many leading rows of a chunk need logits, from which the logprobs of the prompt's tokens are made.
+        first: index of the chunk's first row in the context."""
         if self.prompt_logprobs is None or self.reported:
             return 0
         return max(0, min(num_tokens, self.sequence.prompt_tokens - 1 - first))

@@ -49,8 +49,8 @@ class Computed:
 
     @property
     def first_rows(self) -> list[int]:
-        """The rows of `logits` from which the choices in `ready` (those that draw a token in this step) draw their next
-        tokens. The rows of a choice's draft follow that row."""
+        """The index in `logits` of the row from which each choice in `ready` (those that draw a token in this step)
+        draws its next token. The rows of a choice's draft come right after it."""
         if not self.drafts:
             return list(range(len(self.ready)))
         return [0, *itertools.accumulate(1 + len(choice.draft) for choice in self.ready)][:-1]

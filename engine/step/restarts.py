@@ -37,13 +37,13 @@ class Restarts:
         self.verifier = verifier
 
     def failed(self, sequence_ids: Iterable[str]) -> None:
-        """Have these sequences start anew, because their loads have failed or were late."""
+        """Restart these sequences, because their loads have failed or were late."""
         for sequence_id in sequence_ids:
             self._restart(self._choices[sequence_id])
 
     def void(self, computed: Computed, failed: set[str], now: float) -> set[str]:
-        """Make sequences start anew whose load failed or was late in a step. Returns those whose rows in the step are
-        void."""
+        """Restart the sequences whose load failed or was late in a step. failed: ids of those whose load failed;
+        `computed` names the late ones. Returns the ids of all of them: their rows in the step are void."""
         # Where a load is late, it goes on, and until it has ended its pages may still be written to.
         void = failed | computed.late
         self.failed(failed)

@@ -27,7 +27,8 @@ _SCORED_TOKENS = 64  # last tokens of a prompt at which distributions are compar
 
 class Verifier:
     """A shadow check, which compares loaded KV with a recompute. `Restarts`, which has choices start anew, calls it
-    after a step, in the engine's loop. All sequences that decode wait for it, so rates are small."""
+    after a step, in the engine's loop. All sequences that decode wait while it recomputes, so only a small share of the
+    loads should be checked."""
 
     def __init__(
         self,

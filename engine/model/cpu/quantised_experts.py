@@ -81,8 +81,8 @@ def _one_matrix(weight: PackedWeight) -> PackedWeight:
 
 
 def compute_packed(experts: Any, leaf: str, weight: QuantisedProjection) -> None:
-    """Put a packed weight in the place of a parameter of transformers' module of experts, and have the module computed
-    by `packed_experts`."""
+    """Replace a parameter of transformers' module of experts by a packed weight, and have the module computed by
+    `packed_experts`. leaf: the parameter's name in the module."""
     delattr(experts, leaf)
     setattr(experts, leaf, weight)
     experts.config._experts_implementation = NAME

@@ -153,8 +153,8 @@ class Parts:
 
     def order(self, part: str, group: int, groups: int) -> Tensor | None:
         """Return the group of each input, int64 [inputs], from the tensor in role `part`; None if each group has
-        adjacent inputs, in order (all -1 means that too). group: inputs of a group. Raises SourceRefused for a group
-        that does not exist."""
+        adjacent inputs, in order (all -1 means that too). group: number of inputs per group; groups: number of groups.
+        Raises SourceRefused for a group that does not exist."""
         order = self.read(part).long()
         if (order == -1).all() or torch.equal(order, torch.arange(len(order)) // group):
             return None
