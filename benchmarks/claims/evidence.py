@@ -27,7 +27,7 @@ _WAIT_S, _LOOK_S = 1800.0, 15.0
 
 
 def staleness(result_commit: str) -> str:
-    """Return why a result of this commit should be measured again; empty if it is fresh."""
+    """Return why a result that was measured at `result_commit` should be measured again; empty if it is fresh."""
     if result_commit.endswith("-dirty"):
         return "from sources with changes"
     known = subprocess.run(
@@ -45,8 +45,8 @@ def _is_ancestor(result_commit: str) -> bool:
 
 
 def stale(found: Sequence[Claim], names: Sequence[str] = ()) -> dict[str, tuple[str, str]]:
-    """Return the stale results: name -> (command that measures it, why it is stale). names: return exactly these
-    instead, stale or not."""
+    """Return the stale results among those that the claims `found` are taken from: name -> (command that measures it,
+    why it is stale). names: return exactly these results instead, stale or not."""
     results = {claim.result: claim for claim in found}
     if names:
         return {name: (results[name].command, "named") for name in names}
@@ -55,7 +55,8 @@ def stale(found: Sequence[Claim], names: Sequence[str] = ()) -> dict[str, tuple[
 
 
 def wait_until_idle(load: Callable[[], float] = lambda: os.getloadavg()[0]) -> bool:
-    """Wait until the machine has little other load. Returns False if it still has after half an hour."""
+    """Wait until the machine has little other load. Returns False if that takes longer than half an hour. load: returns
+    the load average."""
     ends_s = time.monotonic() + _WAIT_S
     while load() > IDLE_LOAD * (os.cpu_count() or 1):
         if time.monotonic() > ends_s:

@@ -48,8 +48,8 @@ def _missed(claim: Claim) -> str:
 
 
 def with_numbers(text: str, claims: Iterable[Claim]) -> str:
-    """Return a document in which the sentences that repeat these claims have the claims' present numbers. Line breaks
-    and emphasis stay, and so do sentences in other words."""
+    """Return the text of a document, with the present numbers put into each sentence that has the words of a claim.
+    Line breaks and emphasis stay. A sentence that says the same in other words is not changed."""
     for claim in claims:
         parts = claim.marked.split("**")
         pattern = "".join(_NUMBER if n % 2 else f"({_words(part)})" for n, part in enumerate(parts))
@@ -63,7 +63,8 @@ def _between(found: re.Match[str], numbers: Sequence[str]) -> str:
 
 
 def missing(text: str, claims: Iterable[Claim]) -> Iterator[str]:
-    """Yield the sentences of the claims that a document does not contain, word by word and with their numbers."""
+    """Yield the sentence of each claim that a document does not contain with the same words and numbers. Line breaks,
+    emphasis and capitals do not count."""
     words = _bare(text)
     return (claim.sentence for claim in claims if _bare(claim.sentence) not in words)
 
@@ -79,5 +80,6 @@ def _words(text: str) -> str:
 
 
 def of_page(claims: Iterable[Claim], page: Path, root: Path) -> list[Claim]:
-    """Return the claims that the document `page` has to repeat."""
+    """Return the claims that the document `page` has to repeat. root: the checkout, to which the claims' paths are
+    relative."""
     return [claim for claim in claims if str(page.relative_to(root)) in claim.pages]

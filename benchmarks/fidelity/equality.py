@@ -139,8 +139,9 @@ class Tally:
 
 
 def read_conversations(file: Path, opening_words: int) -> Iterator[Conversation]:
-    """Yield conversations made of the file's dialogues, in random order and without end. Every utterance, whoever made
-    it, is one turn of the user; the first turn joins as many of them as have `opening_words` words together."""
+    """Yield conversations made of the file's dialogues, in random order and without end. Every utterance, by either
+    speaker, is one turn of the user. The first turn joins as many utterances as it takes to have `opening_words`
+    words."""
     with gzip.open(file, "rt", encoding="utf-8") as lines:
         rows = [json.loads(line) for line in lines]
     rng = random.Random(0)
@@ -186,7 +187,7 @@ class Arm:
 
 
 class Comparison:
-    """A comparison of the texts of two servers: one in a mode, and a reference without its tiers."""
+    """A comparison of the texts of two servers: one in a mode, and a reference without the tiers of that mode."""
 
     def __init__(
         self, mode: Mode, tiered: Arm, reference: Arm, tokenizer: Tokenizer, on_returning: Callable[[], None]

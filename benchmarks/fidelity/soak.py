@@ -221,8 +221,9 @@ def wait_idle(server: ServerProcess, timeout_s: float) -> dict[str, float]:
 async def compare_alone(server: ServerProcess, conversations: list[list[Turn]], turns: int, run: Run) -> dict[str, Any]:
     """Send the same requests again, one at a time, to a server that computes everything anew.
 
-    Whole conversations are replayed, from their first turn to the one the client left: the exact tokens of an answer
-    are part of the next prompt, and both servers know them only of answers that they gave themselves.
+    Whole conversations are replayed, from the first turn up to the turn whose client disconnected. (A prompt contains
+    the exact tokens of earlier answers, and a server knows these only for answers that it gave itself.) turns: replay
+    conversations until they have at least so many turns together.
     """
     client = client_of(server.url)
     chosen: list[list[Turn]] = []

@@ -153,8 +153,8 @@ def elsewhere(replica: str) -> str:
 
 
 async def befall(fault: Fault, stores: Stores, fleet: FleetProcesses, load: Load, turns: int, hold_s: float) -> Row:
-    """Cause one fault and end it again, while clients send `turns` turns. Returns how long it lasted and how soon the
-    fleet recovered."""
+    """Cause one fault and end it again, while clients send at least `turns` turns. Returns how long the fault lasted
+    and how soon the fleet recovered. hold_s: least duration of the fault in seconds."""
     load.fault, goal = fault.name, load.turns + turns
     heads = await asyncio.to_thread(stores.heads) if fault.loses_heads else set()
     began_s = time.monotonic()

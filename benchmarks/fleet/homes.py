@@ -36,7 +36,7 @@ LEAST_HOME = 0.95
 
 
 class Players:
-    """Clients that hold conversations with a fleet. Each request goes to the next gateway."""
+    """Clients that hold conversations with a fleet. They send requests to the gateways in turn, one to each."""
 
     def __init__(self, fleet: FleetProcesses) -> None:
         self._urls = itertools.cycle(gateway.url for gateway in fleet.gateways)
@@ -44,8 +44,9 @@ class Players:
         self.account = Account()
 
     async def play(self, part: str, script: Conversation, start_s: float) -> None:
-        """Send the turns of a conversation, each after its think time. It continues the conversation of this name, if
-        one was played before. part: of the run. start_s: seconds to wait first."""
+        """Send the turns of `script`, each after its think time, and record them. If a conversation of the same session
+        id was played before, these turns continue it. part: name of the present part of the run, for the record.
+        start_s: seconds to wait before the first turn."""
         name = script.session_id
         rng = random.Random(f"{part}/{name}")
         talk = self._talks.setdefault(name, Talk(name, is_named=rng.random() < 0.5))

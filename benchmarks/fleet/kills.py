@@ -75,15 +75,16 @@ class Kill:
     hit: frozenset[str]  # kinds whose streams came from the victim and had not come whole
 
     def fate(self, kind: str, stream: ChatStream) -> str:
-        """Return what the kill did to a stream that has ended since. BROKEN: another replica sent its end. ENDED: the
-        killed one had. "": the stream was not at the killed replica."""
+        """Return what the kill did to a stream that has ended by now: BROKEN if another replica sent the stream's end,
+        ENDED if the killed replica sent it. An empty text: the kill did not hit the stream, which came from the other
+        replica or had come whole. kind: the stream's kind, a key of KINDS."""
         if kind not in self.hit:
             return ""
         return ENDED if stream.replica == self.victim else BROKEN
 
     def pause_s(self, stream: ChatStream) -> float | None:
-        """Return the longest gap between two pieces of a stream that ended after the kill; None if no piece came after
-        it."""
+        """Return the longest gap between two adjacent pieces of a stream, among gaps that ended after the kill; None if
+        no piece came after the kill."""
         gaps = (later - earlier for earlier, later in pairwise(stream.came_s) if later > self.killed_s)
         return max(gaps, default=None)
 
@@ -137,7 +138,7 @@ class SeenAnswer:
 
 @dataclass
 class Spoken(Talk):
-    """A conversation, and what a kill did to its last answer."""
+    """A conversation, and what a kill did to its last answer (`Kill.fate`)."""
 
     fate: str = ""
     computed: int = 0

@@ -125,18 +125,18 @@ class FleetProcesses:
             gateway.stop()
 
     def wait_for(self, count: int) -> None:
-        """Wait until every gateway sends turns to so many replicas."""
+        """Wait until every gateway sends turns to exactly `count` replicas."""
         wait_until(lambda: all(one.replicas == count for one in self.gateways), f"no {count} replicas are seen")
 
     def move(self, session_id: str, replica: str) -> None:
-        """Send a session's next turn to a replica."""
+        """Tell a gateway that the next turn of a session goes to `replica`."""
         self._tell("move", {"session_id": session_id, "replica": replica})
 
     def drain(self, replica: str, *, on: bool) -> None:
         self._tell("drain", {"replica": replica, "on": on})
 
     def _tell(self, what: str, body: dict[str, Any]) -> None:
-        """Ask until the directory answers in time: a machine with all of this on it is busy."""
+        """Ask a gateway again and again until it agrees: on a busy machine it may not answer in time."""
         url = f"{self.gateway_url}/v1/fleet/{what}"
         wait_until(lambda: httpx.post(url, json=body, timeout=30).status_code == 200, f"the gateway does not {what}")
 

@@ -31,8 +31,8 @@ class Stores:
         self._rng = random.Random(0)
 
     def way(self, name: str, directory: RedisServer, kv: RedisServer) -> dict[str, Any]:
-        """Return the settings by which the process `name` reaches both Redis through proxies of its own. For
-        `fleet_processes`."""
+        """Return the settings with which the process `name` reaches both Redis through proxies of its own. It is the
+        argument `settings_of` of `fleet_processes`."""
         if not self.proxies:
             self._servers, self.directory, self.kv = (directory, kv), directory.client(), kv.client()
         made = [self._stack.enter_context(cuttable_proxy(store.socket)) for store in (directory, kv)]
@@ -141,8 +141,8 @@ def nothing() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A fault that is caused by `begin` and ended by `end`; `again` repeats it in between. They block and are called on
-    a thread."""
+    """A fault. `begin` causes it, `again` is called repeatedly while it lasts, and `end` ends it; all three block and
+    are called on a thread."""
 
     name: str
     begin: Callable[[], Any] = nothing

@@ -52,7 +52,8 @@ class Talk:
         self.session_id, self.home, self.history_tokens = stream.session_id, stream.replica, stream.context_tokens
 
     def row(self, stream: ChatStream, **more: Any) -> Row:
-        """Return the figures of a turn for a result file. To be called before its answer is added with `take`."""
+        """Return the figures of a turn for a result file. Call it before `take` adds the turn's answer. more: further
+        fields of the row."""
         return {
             "conversation": self.name,
             "turn": len(self.messages) // 2,  # from 0
@@ -80,7 +81,8 @@ class Account:
     began_s: float = field(default_factory=time.perf_counter)
 
     async def turn(self, talk: Talk, url: str, words: str, max_tokens: int, **more: Any) -> ChatStream | None:
-        """Play one turn and record it. Returns None after an error, which ends the conversation."""
+        """Play one turn and record it. Returns None after an error, which ends the conversation. words: what the user
+        says. more: further fields of the turn's record."""
         talk.say(words)
         stream = talk.stream(url, max_tokens=max_tokens)
         if error := await error_of(stream):
@@ -119,12 +121,13 @@ def figures_of(turns: Sequence[Row]) -> dict[str, Any]:
 
 
 def at_least(share: float | None, least: float) -> bool:
-    """Return whether a share is at least `least`; False if it is None, the share of nothing."""
+    """Return whether a share is at least `least`. None, which stands for a share of nothing, is not."""
     return share is not None and share >= least
 
 
 def asks(**defaults: Any) -> Callable[[ArgumentParser], None]:
-    """Return a function that adds the options of a scenario to a parser, from their names and defaults."""
+    """Return a function that adds the options of a scenario to a parser: one for each of `defaults`, with that name and
+    default."""
 
     def options(parser: ArgumentParser) -> None:
         for name, default in defaults.items():
@@ -135,8 +138,8 @@ def asks(**defaults: Any) -> Callable[[ArgumentParser], None]:
 
 
 def show(console: Console, result: Result) -> None:
-    """Print a scenario's result, a line for each figure. Of lists only the length is shown; of those in `CASES` also
-    the first entries, after the table."""
+    """Print a scenario's result as a table, a line for each figure. Of a list the table shows only the length. The
+    first entries of the lists in `CASES` follow after the table."""
     table = Table(show_header=False)
     for name, value in result.items():
         has_parts = isinstance(value, dict) and any(isinstance(part, dict) for part in value.values())

@@ -52,8 +52,9 @@ _ENVIRONMENT = {
 
 
 def day(out: Path, only: Sequence[str], until_s: float, carried: Path, *, dry: bool) -> Supervisor:
-    """Run the sections one after the other. Time that one section leaves is added to the next one's. only: names of the
-    sections to run; empty: all. until_s: for all of them. carried: see `carried`. dry: on the CPU."""
+    """Run the sections one after the other. Time that one section does not use is added to that of the next. only:
+    names of the sections to run; empty: all. until_s: seconds for all sections and the report. carried: the folder of
+    files that are not of this project (`benchmarks.gpu_day.carried`). dry: run on the CPU, with tiny shapes."""
 
     def command(section: str, skip: Sequence[str]) -> list[str]:
         module = [sys.executable, "-m", "benchmarks.gpu_day.worker", section, "--device", "cpu" if dry else "cuda"]

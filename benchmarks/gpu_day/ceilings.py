@@ -57,8 +57,8 @@ def machine(asked: Asked) -> Iterator[Values]:
 
 
 def read(asked: Asked) -> Iterator[Values]:
-    """Measure GB/s of memory reads, as decoding has them, by products with few rows; and of a copy, read and write
-    together."""
+    """Measure the GB/s at which products with few rows read their weights, as decode steps do. Also measure a copy, of
+    which bytes read and bytes written both count."""
     rows, width = (1 << 18, 4096) if asked.on_gpu else (1 << 10, 256)
     weights = torch.randn(rows, width, device=asked.device, dtype=torch.bfloat16)
     for count in (1, 8, 32, 64):

@@ -12,8 +12,8 @@ Values = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """The arguments of a section's process. carried: the folder with files that are not of this project, see
-    `carried`."""
+    """The arguments of a section's process. carried: the folder of files that are not of this project
+    (`benchmarks.gpu_day.carried`)."""
 
     device: torch.device
     carried: Path
@@ -26,8 +26,9 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One measurement. measure: is given what the section has opened, and yields each line of results as soon as it is
-    known. limit_s: seconds after which the section's process is ended, and the next item begins in a new one."""
+    """One measurement. measure: takes what the section's `open_section` returned, and yields each line of results as
+    soon as it is known. limit_s: seconds after which the section's process is ended; a new process goes on with the
+    next item."""
 
     name: str
     limit_s: float

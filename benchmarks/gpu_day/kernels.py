@@ -157,5 +157,6 @@ def _meta(sequences: int, context: int, table: Tensor) -> AttentionMeta:
 
 
 def seconds(call: Callable[[], object], device: torch.device, repeats: int = 5) -> float:
-    """Return the median seconds of a call, until the device has done the work that it has queued."""
+    """Return the median seconds of a call, from its start until the device has done the work that the call has
+    queued."""
     return wall_ms(call, device, repeats) / 1e3

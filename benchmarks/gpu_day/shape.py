@@ -79,8 +79,8 @@ def random_model(path: Path, dtype: torch.dtype, device: torch.device, attention
 
 @contextmanager
 def drawn_where_needed() -> Iterator[None]:
-    """Have engines draw random weights instead of reading them. Their digest is constant too: it only keys KV on disk,
-    of which such an engine has none."""
+    """Have engines draw random weights instead of reading them, during the `with` block. The weights' digest is
+    constant too; it only tells KV on disk apart, and these engines have no disk."""
 
     def load_weights(path: Path, dtype: torch.dtype, device: torch.device, num_ranks: int = 1) -> nn.Module:
         return prepare(random_model(path, dtype, device))

@@ -10,7 +10,8 @@ _SLEEP_CYCLES = 2_000_000  # about a millisecond, in which what is timed is queu
 
 
 def device_ms(call: Callable[[], object], device: torch.device, repeats: int = 10, warm: int = 2) -> float:
-    """Return the median milliseconds that the device takes for the work of one call."""
+    """Return the median milliseconds that the device takes for the work of one call. warm: calls before the measured
+    ones."""
     for _ in range(warm):
         call()
     if device.type != "cuda":
@@ -28,7 +29,8 @@ def device_ms(call: Callable[[], object], device: torch.device, repeats: int = 1
 
 
 def wall_ms(call: Callable[[], object], device: torch.device, repeats: int = 7, warm: int = 1) -> float:
-    """Return the median milliseconds of one call, until the device has done the work that it has queued."""
+    """Return the median milliseconds of one call, from its start until the device has done the work that the call has
+    queued. warm: calls before the measured ones."""
     taken = []
     for number in range(warm + repeats):
         wait(device)

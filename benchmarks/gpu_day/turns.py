@@ -102,8 +102,8 @@ class Day:
         self.inner.settle()
 
     def push_out(self, session: str, tokens: int) -> None:
-        """Evict the last blocks of a conversation from HBM, those of which DRAM has copies, until `tokens` tokens are
-        out."""
+        """Evict blocks of a conversation from HBM, the last ones first, until at least `tokens` tokens are out. Only
+        blocks of which DRAM has a copy are evicted."""
         tiers, gone = self.engine._cache.tiers, 0
         rows = [row for row in tiers.table if row.page is not None and any(name[2] == session for name in row.owners)]
         for row in sorted(rows, key=lambda row: row.place or 0, reverse=True):
@@ -114,7 +114,7 @@ class Day:
                 tiers.hbm.evict(row.key)
 
     def captured(self) -> int:
-        """Return the number of CUDA graphs that were captured since the engine was built."""
+        """Return the number of CUDA graphs that were captured after the engine was built."""
         return self._num_captures() - self._captures
 
     def _num_captures(self) -> int:

@@ -35,8 +35,8 @@ WIDTH = 140
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A figure of a benchmark's result that its small form (--quick) measures too, and by how much it may differ from
-    the committed one."""
+    """A figure of a benchmark's result that its small form (--quick) measures too. read: takes it from a result.
+    tolerance: the factor by which it may be worse than the committed one."""
 
     label: str
     read: Callable[[Result], float | None]
@@ -46,8 +46,9 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Quick:
-    """The small form of a benchmark (--quick). options: other defaults of its options. figures: compared with the
-    committed result. holds: whether the result's `held` is judged too; False if so few samples cannot show it."""
+    """The small form of a benchmark (--quick). options: defaults that take the place of those of its options. figures:
+    those that are compared with the committed result. holds: whether the result's `held` is judged too; False if so few
+    samples cannot show it."""
 
     options: Mapping[str, Any]
     figures: Sequence[Figure] = ()
@@ -76,7 +77,7 @@ class Run:
         self._bar = self._progress.add_task(description, total=total)
 
     def describe(self, description: str) -> None:
-        """Show beside the progress bar what is done now."""
+        """Show `description`, which says what is being done now, beside the progress bar."""
         if self._bar is not None:
             self._progress.update(self._bar, description=description)
 
@@ -85,7 +86,8 @@ class Run:
             self._progress.advance(self._bar, steps)
 
     def track(self, items: Sequence[Item], description: str) -> Iterator[Item]:
-        """Yield the items, with a progress bar of their own."""
+        """Yield the items one by one, and show a progress bar of how many are done. description: stands beside the
+        bar."""
         self.expect(len(items), description)
         for item in items:
             yield item
@@ -95,7 +97,8 @@ class Run:
         self, arms: Sequence[Arm], rounds: int | Sequence[int], label: str = "round"
     ) -> Iterator[tuple[int, Iterator[Arm]]]:
         """Yield (number, the arms in the order of this round) for each round. The first arm of a round is the last one
-        of the next round. rounds: how many, numbered from 0, or their numbers. label: shown beside the progress bar."""
+        of the next round. rounds: how many rounds, numbered from 0, or the numbers of the rounds. label: shown beside
+        the progress bar."""
         numbers = range(rounds) if isinstance(rounds, int) else rounds
         self.expect(len(numbers) * len(arms), "starting")
         for place, number in enumerate(numbers):
@@ -109,8 +112,8 @@ class Run:
             self.advance()
 
     def random_model(self, **changes: int) -> Path:
-        """Return the directory of `--model`, or else of a new random model of the 125 M shape. changes: to its
-        shape."""
+        """Return the directory that `--model` names, or else that of a random model of the 125 M shape, which is made
+        at the first call. changes: fields of the shape to replace."""
         from benchmarks.harness.make_model import SHAPES, make_model  # loads torch, which not every benchmark needs
 
         if self.arguments.model is not None:
@@ -121,12 +124,12 @@ class Run:
         return made
 
     def keep(self, result: Result) -> None:
-        """Write the result as far as it is known, so that a run that breaks off leaves it."""
+        """Write the result as far as it is known, so that it is not lost if the run ends early."""
         self._write(result)
 
 
 def turned(arms: Sequence[Arm], by: int) -> tuple[Arm, ...]:
-    """Return the arms rotated by `by` places, so that each of them is first in turn."""
+    """Return the arms rotated to the left by `by` places. With 0, 1, 2 and so on, each arm comes first once."""
     shift = by % len(arms) if arms else 0
     return (*arms[shift:], *arms[:shift])
 
@@ -209,7 +212,8 @@ class Experiment:
 
 
 def some_of(names: Sequence[str]) -> Callable[[str], list[str]]:
-    """Return a type for an option whose value is some of these names, separated by commas."""
+    """Return a `type` for an option of argparse: a function that returns the names in a text, separated by commas.
+    Raises ArgumentTypeError for a name that is not one of `names`."""
 
     def chosen(text: str) -> list[str]:
         if unknown := set(text.split(",")) - set(names):

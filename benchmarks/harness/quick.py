@@ -56,7 +56,8 @@ class Judgement:
 
 
 def verdict(figure: Figure, committed: float | None, now: float | None) -> str:
-    """Return whether a figure is better, as good or worse than the committed one, within its tolerance."""
+    """Return whether a figure is better, as good or worse than the committed one, within its tolerance; or that it was
+    not measured now, or not then."""
     if now is None or math.isnan(now):
         return FAILED
     if committed is None:
@@ -76,7 +77,8 @@ def _over(over: float, under: float) -> float:
 def compare(
     name: str, experiment: Experiment, committed: dict[str, Any] | None, now: dict[str, Any]
 ) -> list[Judgement]:
-    """Return a judgement of each figure of a benchmark, and one of all that its result's `held` claims."""
+    """Return a judgement of each figure of a benchmark, and one of all claims together that stand under `held` in its
+    result. committed: the committed result, None if there is none; now: the new one."""
     assert experiment.quick is not None
     rows = []
     for figure in experiment.quick.figures:
@@ -95,7 +97,8 @@ def _shown(value: float | None) -> str:
 
 
 def run(name: str, words: Sequence[str]) -> list[Judgement]:
-    """Run one benchmark with --quick in a process of its own. Returns its judgements."""
+    """Run one benchmark with --quick in a process of its own. Returns its judgements. name: its module in benchmarks/,
+    such as speed.hierarchy. words: further arguments."""
     experiment: Experiment = importlib.import_module(f"benchmarks.{name}").EXPERIMENT
     file_name = f"{experiment.file_name(experiment.parse(words))}.json"
     fresh = QUICK / file_name

@@ -94,9 +94,9 @@ def serve(
     environment: Mapping[str, str] | None = None,
     program: Path | None = None,
 ) -> Iterator[ServerProcess]:
-    """Start a server for the `with` block, with a state directory of its own. settings: "cache.mode" -> value. port:
-    None for a free one. environment: variables in addition to this process's. program: the `reprise` of another
-    checkout, in its .venv/bin.
+    """Start a server for the `with` block, with a state directory of its own. name: what logs and results call the
+    server. settings: "cache.mode" -> value. port: None for a free one. environment: variables in addition to this
+    process's. program: the `reprise` of another checkout, in its .venv/bin.
 
     At the end the server is stopped with SIGTERM, and killed with all its children after 20 s. Its log is kept only
     after an error. Raises ServerFailed.

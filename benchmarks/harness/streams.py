@@ -70,7 +70,7 @@ class Difference:
         return self.gap is not None and self.gap < NEAR_TIE
 
     def as_row(self) -> dict[str, Any]:
-        """Return the fields that results show of it."""
+        """Return the difference as a row of a result file."""
         return {
             "position": self.position, "expected": self.expected, "got": self.got, "gap": self.gap,
             "excused": self.is_near_tie,

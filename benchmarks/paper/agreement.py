@@ -95,8 +95,8 @@ def figures_of(results: Sequence[TurnResult]) -> dict[str, Any]:
 
 
 def outside_s(results: Sequence[TurnResult]) -> float:
-    """Return the mean seconds to the first token that a request spends outside of queue, load and prefill: for
-    templates and tokens, the way to the engine and the end of its present step, and the way back."""
+    """Return the mean seconds of a TTFT that are spent outside of queue, load and prefill: on templates and tokens, on
+    the way to the engine, on waiting there for the end of the present step, and on the way back."""
     waits = [(result.ttft_s, result.extra["timings"]) for result in results]
     parts = ("queue_ms", "load_ms", "prefill_ms")
     return fmean(ttft_s - sum(timings[part] for part in parts) / 1e3 for ttft_s, timings in waits if ttft_s is not None)
@@ -125,8 +125,8 @@ def sampled(server: ServerProcess) -> Iterator[list[dict[str, float]]]:
 
 
 def moments(samples: Sequence[dict[str, float]]) -> list[dict[str, float]]:
-    """Return the totals of the last sample, several times: each with the costs of a step at another moment of the run,
-    evenly spread over the samples in which requests ran."""
+    """Return the totals of the last sample several times. Each copy has other costs of a step: those of one moment of
+    the run. The moments are evenly spread over the samples in which requests ran."""
     last = samples[-1]
     busy = [sample for sample in samples if sample["reprise_running_requests"]] or [last]
     terms = [name for name in last if name.startswith("reprise_step_cost_seconds")]
@@ -208,8 +208,9 @@ def played_by(machine: VirtualServer, conversations: Sequence[Conversation]) -> 
 
 
 def unknown_s(machines: Sequence[VirtualServer], results: Sequence[TurnResult]) -> float:
-    """Return the mean seconds to the first token that a server takes longer than the simulator: turn by turn, averaged
-    over the machines, without the shares OFF_SHARE of the smallest and the greatest."""
+    """Return by how many seconds TTFT on the server exceeds TTFT in the simulator, in the mean over the turns. The
+    simulated TTFT of a turn is the mean over the machines. At either end, the share OFF_SHARE of the turns is left
+    out."""
     simulated: dict[str, list[list[float]]] = defaultdict(list)  # session -> machines -> turns
     conversations = conversations_of(results)
     for machine in machines:
@@ -231,8 +232,8 @@ def unknown_s(machines: Sequence[VirtualServer], results: Sequence[TurnResult]) 
 def foretold(
     machines: Sequence[VirtualServer], conversations: Sequence[Conversation], unknown_ms: float
 ) -> dict[str, Any]:
-    """Return the simulated figures, averaged over the machines. unknown_ms: added to each TTFT for what is not
-    simulated."""
+    """Return the figures of the conversations in the simulator, averaged over the machines. unknown_ms: added to TTFT
+    for what is not simulated."""
     ttfts, hits, prompts = [], Counter[str](), 0
     for machine in machines:
         run = played_by(machine, conversations)

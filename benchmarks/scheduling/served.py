@@ -143,7 +143,7 @@ def describe(rounds: Sequence[Round]) -> dict[str, Any]:
 
 
 def ratios(arms: dict[str, Any], other: str) -> dict[str, Any]:
-    """Return the figures of every server divided by those of the server `other`."""
+    """Return the figures of every server but `other`, divided by those of `other`."""
     theirs = arms[other]
     return {
         arm: {name: {f: ratio(mine[name][f], theirs[name][f]) for f in FIGURES} for name in NAMES}

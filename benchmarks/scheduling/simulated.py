@@ -58,7 +58,7 @@ PREFILL_S, WINDOW = 0.1251, 12  # a turn's prefill, measured on 2 cores of an AM
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """The times of a simulated turn, in seconds since the time from which turns count."""
+    """The times of a simulated turn. due_s, started_s: in seconds after the time from which turns count."""
 
     place: str  # one of PLACES
     due_s: float
@@ -144,7 +144,8 @@ def classes_machine(workload: Classes, prefill_s: float, load_s: float) -> Virtu
 
 
 def service_rate(machine: VirtualServer, workload: Classes) -> float:
-    """Return how many turns a second start in bursts, while all places of the batch are taken."""
+    """Return how many turns start in a second while a burst of them is worked off and all places of the batch are
+    taken."""
     seconds, started = 0.0, 0
     for seed in range(BURSTS):
         served = play(machine, workload.begun(workload.burst(seed)), seed, workload.start_s)

@@ -136,7 +136,7 @@ class Classes:
 
     @property
     def start_s(self) -> float:
-        """The time from which turns count."""
+        """The time in seconds from which turns count: the old conversations have begun by then."""
         return self.conversations * _BEGIN_S + _SETTLE_S
 
     @property
@@ -168,8 +168,9 @@ class Classes:
         return -(-(self._begun_tokens + 2 * self.turns_each * self._growth_tokens) // BLOCK) * BLOCK
 
     def arrivals(self, rate: float, seed: str) -> list[Conversation]:
-        """Return the turns that count, which come by a Poisson process from 0 on. A conversation that had a turn lately
-        is likelier to return than others; if all were equally likely, few would still have KV in HBM."""
+        """Return the turns that count, as conversations. They come by a Poisson process of `rate` turns a second, from
+        0 s on; `begun` moves them to `start_s`. A conversation that had a turn lately is likelier to return than
+        others; if all were equally likely, few would still have KV in HBM."""
         rng = random.Random(seed)
         turns: list[list[Turn]] = [[] for _ in range(self.conversations)]
         recent = list(range(self.conversations))
@@ -191,8 +192,8 @@ class Classes:
         return varied(found, self.lengths, seed, self._room)
 
     def burst(self, seed: int) -> list[Conversation]:
-        """Return one turn of every old conversation, and new conversations in the proportion of `new_share`, all due at
-        once."""
+        """Return one turn of every old conversation, and new conversations in the proportion of `new_share`, all of
+        which arrive at once."""
         old = self.conversations
         order = list(range(old + round(old * self.new_share / (1 - self.new_share))))
         random.Random(seed).shuffle(order)

@@ -89,8 +89,8 @@ def verdicts(arms: Mapping[str, Mapping[str, float]]) -> dict[str, bool]:
 
 
 def share(arms: Mapping[str, Mapping[str, float]]) -> float:
-    """Return the time by which loading activations makes a turn longer, as a share of the time by which recomputing the
-    history does."""
+    """Return how much longer a turn takes if its history is loaded as activations from DRAM than if it is in HBM, in
+    units of how much longer it takes if its history is recomputed."""
     ready_ms = arms["hbm"]["turn_ms"]
     return (arms["dram activation"]["turn_ms"] - ready_ms) / (arms["recompute"]["turn_ms"] - ready_ms)
 

@@ -46,8 +46,8 @@ WORDS = range(1000, 10_000)  # tokens of which contexts are made
 
 
 def engine_of(model: str, hbm_dtype: str, threads: int | None) -> InProcess:
-    """Start an engine with this setting of cache.hbm_dtype, in which the contexts of all cases stay in HBM. threads: of
-    torch."""
+    """Start an engine with this setting of cache.hbm_dtype, in which the contexts of all cases stay in HBM. threads:
+    number of torch's threads; None: as many as by default."""
     flags: dict[str, Any] = {
         "cache.mode": "prefix", "cache.hbm_dtype": hbm_dtype, "scheduler.draft_tokens": 0,
         "scheduler.max_seqs": max(streams for _, streams in CASES), "cache.codec_budget": 1,

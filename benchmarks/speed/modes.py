@@ -68,7 +68,8 @@ class Arm:
         return Target(self.server.url, self.server.model["id"], {}, {"temperature": 0, "ignore_eos": True})
 
     def play(self, options: load_run.Options, round_: int) -> None:
-        """Play one round, and append its results with times after those of the rounds before."""
+        """Play one round and append its results. Their times are moved so that the round begins after the earlier ones
+        have ended."""
         workload = load_run.workload(options)
         conversations = workload.conversations
         results, _ = load_run.execute(

@@ -106,8 +106,8 @@ def send(page: Any, text: str) -> None:
 
 
 def longest_task_ms(page: Any) -> float:
-    """Return the milliseconds of the browser's longest task since the last call. The browser does not report tasks
-    below 50 ms; they count as 0."""
+    """Return the milliseconds of the longest task that the browser has had since this was last called. The browser does
+    not report tasks below 50 ms; they count as 0."""
     return float(page.evaluate("Math.max(0, ...(window.tasks ?? []).splice(0))"))
 
 

@@ -50,8 +50,8 @@ BLOCK = 32
 
 
 class Observed(Simulation):
-    """A simulation that records the processor time of each step by function. Steps count while about as many requests
-    run and wait as asked for."""
+    """A simulation that records the processor time of each step by function. A step counts if about `places` requests
+    run and about `waiting` requests wait."""
 
     def __init__(self, *, places: int, waiting: int, **arguments: Any) -> None:
         super().__init__(**arguments)
@@ -146,7 +146,8 @@ def play(sessions: int, history: int, places: int, waiting: int, steps: int) -> 
 
 
 def median_run(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the run with the median mean (of an even number, the upper one), with the means of all runs beside it."""
+    """Return the run whose mean step time is the median of all runs (of an even number, the upper one), with the means
+    of all runs added."""
     in_order = sorted(runs, key=lambda run: run["ms_per_step"]["mean"])
     means = {
         f"{name}_by_run": [run[name]["mean"] for run in runs] for name in ("ms_per_step", "ms_per_step_with_the_rest")

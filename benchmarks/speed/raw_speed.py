@@ -132,8 +132,8 @@ def open_arm(arm: str, model: str) -> tuple[Measure, str]:
 
 
 def work(opened: Callable[[], tuple[Measure, str]]) -> None:
-    """Run a worker: write the line that `opened` returns, then answer each line of prompts on stdin with a line of
-    seconds."""
+    """Run a worker. First write the line that `opened` returns. Then answer each line on stdin, which has prompts, with
+    a line of measured seconds."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what libraries print must not end up among the answers
     measure, says = opened()

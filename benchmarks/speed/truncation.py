@@ -95,8 +95,9 @@ def user_turns(data: Path, count: int, tokens: int, tokenizer: Tokenizer, seed: 
 
 
 def answer_bias(tokenizer: Tokenizer, *, random_model: bool) -> dict[str, int]:
-    """Return a `logit_bias` by which answers are as long as allowed and have the same number of tokens when the client
-    sends them back. A trained model must not write markup, and the random one whole words only."""
+    """Return a `logit_bias` with which answers are as long as allowed, and have the same number of tokens when the
+    client sends them back. It keeps a trained model from writing markup, and a random model from writing anything but
+    whole words."""
     if not random_model:
         return {str(token): -100 for token in tokenizer.get_added_tokens_decoder()}
     words = sorted(number for token, number in tokenizer.get_vocab().items() if token[0] == "Ġ" and token[1:].isalpha())
@@ -157,8 +158,9 @@ def spread(rows: Sequence[Mapping[str, float]], key: str = "ttft_ms") -> dict[st
 
 
 def summarize_endless(turns: Rows, max_tokens: int) -> dict[str, Any]:
-    """Compare the turns in which the window overflowed with the ordinary turns after the first of them; and of the
-    latter, the last quarter with the first one. Raises ValueError if there are no such turns."""
+    """Compare, for each server, the TTFT of turns in which the window overflowed with that of turns in which it did
+    not; of the latter, only those after the first overflow count. Also compare the last quarter of these with their
+    first quarter. max_tokens: tokens of a complete answer. Raises ValueError if there are none of either kind."""
     out: dict[str, Any] = {}
     for name, rows in turns.items():
         cut = [row for row in rows if row["cut_tokens"] > 0]

@@ -88,8 +88,9 @@ class Arm:
 
 
 def ratio(steps: list[tuple[float, float]], copying_ms: float) -> float:
-    """Return the median of a step's time in units of the longer of computing and copying. steps: (ms of a step, ms of
-    these that it waited for weights). copying_ms: to copy all weights over the link."""
+    """Return the median, over the steps, of a step's time divided by the longer of its computing and its copying.
+    steps: (ms of a step, ms of it that were spent waiting for weights); the difference is its computing. copying_ms: ms
+    to copy all weights over the link."""
     return round(median(step / max(step - waited, copying_ms) for step, waited in steps), 3)
 
 

@@ -43,7 +43,8 @@ def cuts_of(
     length: int, reserve: int, scores_of: Callable[[Sequence[int]], Sequence[float] | None] = lambda starts: None
 ) -> list[Range]:
     """Return the ranges of tokens that a server drops from a context of `length` tokens to make room for `reserve`
-    more. scores_of: see `plan_cut`."""
+    more. scores_of: returns how much each of the blocks is wanted whose first tokens have the given indices; None: the
+    oldest blocks are dropped."""
     return plan_cut(
         length, window=WINDOW, ratio=RATIO, reserve=reserve, keep_first=KEEP_FIRST, newest=length, starts=(), marked=(),
         scores_of=scores_of,
@@ -80,7 +81,7 @@ def perplexities(run: Run, losses_of: Callable[[list[int]], dict[str, float]], b
 
 def summarize(windows: Sequence[Mapping[str, float]], base: str) -> dict[str, Any]:
     """Return the perplexity of each arm and its ratio to that of the arm `base`, both with 95 % bootstrap intervals
-    over the windows. Those of the ratio are of the differences window by window."""
+    over the windows. The ratio's interval is that of the difference of the losses in each window."""
     arms = {}
     for arm in windows[0]:
         losses = [window[arm] for window in windows]
@@ -98,7 +99,8 @@ def _interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def mean_loss(history: History, ids: Sequence[int]) -> float:
-    """Return the mean loss of the tokens after a full window. The first of them is given and not scored."""
+    """Return the mean loss of the tokens of `ids` that come after a full window, given a history in the window's place.
+    The first of these tokens is input and not scored."""
     targets = torch.tensor(ids[WINDOW + 1 :])
     return -float(history.score(ids[WINDOW:-1]).gather(1, targets[:, None]).mean())
 
@@ -118,8 +120,8 @@ Answer = tuple[bool, float]
 
 
 class OtherText:
-    """Text of other dialogues, which fills the window around a question's dialogue. `rng` makes all random choices of a
-    run."""
+    """Text of other dialogues, which fills the rest of the window around a question's dialogue. `rng` makes all random
+    choices of a run."""
 
     def __init__(self, dialogues: Sequence[Sequence[int]], seed: int) -> None:
         self.rng = random.Random(seed)
@@ -175,9 +177,10 @@ def ask_names(
 def find_questions(
     dialogues: Sequence[Sequence[int]], names: set[int], opening: int, answering: int, rng: random.Random
 ) -> Iterator[Question]:
-    """Yield questions: for the first name in each message of the assistant, if an earlier message has it too. The other
-    candidates are names that the dialogue lacks, if possible some that follow the same word elsewhere. opening,
-    answering: the two tokens with which the assistant's messages begin."""
+    """Yield questions. Each asks for the first name in a message of the assistant, if an earlier message has that name
+    too. The other candidates are names that the dialogue lacks, if possible some that follow the same word elsewhere.
+    names: the ids of the tokens that are names. opening, answering: the two tokens with which the assistant's messages
+    begin."""
     following: dict[int, set[int]] = defaultdict(set)
     for ids in dialogues:
         for before, name in pairwise(ids):

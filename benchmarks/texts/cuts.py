@@ -66,8 +66,8 @@ class Cutter:
         }
 
     def each(self, ids: Sequence[int], saved: Rows, rows: Tensor, score: Callable[[], Any]) -> dict[str, Any]:
-        """Return arm -> what `score` returns after the tokens `rows` of the text `ids` were kept in the way of that
-        arm. saved: the KV of the whole text."""
+        """Cut a text in the way of each arm, and call `score` after each cut. Returns arm -> the result of `score`.
+        ids: the whole text. saved: its KV. rows: the indices of the tokens that are kept."""
         found = {}
         for arm in ARMS:
             if arm == "TT":

@@ -17,7 +17,8 @@ Rows = list[tuple[Tensor, Tensor]]
 
 
 def load_subject(model: Path, dtype: torch.dtype = torch.bfloat16, threads: int | None = None) -> Subject:
-    """Load a model on the CPU. dtype: in which KV is stored; it is computed in fp32. threads: of torch."""
+    """Load a model on the CPU. dtype: in which KV is stored; it is computed in fp32. threads: number of torch's
+    threads; None: as many as by default."""
     if threads:
         torch.set_num_threads(threads)
     module = load_model(model, dtype, CPU)
@@ -61,8 +62,8 @@ class History:
 
 
 def summary(parts: Sequence[Quality]) -> dict[str, float]:
-    """Return the means of what a change of the history did to the scored tokens of some texts. Errors are standard
-    errors."""
+    """Return the means of what a change of the history did to the scored tokens of some texts. The errors in the result
+    are standard errors."""
     quality = Quality.added(parts)
     change, error = quality.perplexity_change()
     spread = float(quality.divergence.std()) / sqrt(len(quality.divergence))

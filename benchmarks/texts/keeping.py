@@ -102,8 +102,8 @@ class WatchedHistory(History):
 
 
 def cut(read: Read, scorer: str, newest: Sequence[int], *, reserve: int) -> list[Range]:
-    """Return the ranges of tokens that a server drops from a text to make room for `reserve` tokens. scorer: by which
-    blocks are chosen. newest: the message that follows the text."""
+    """Return the ranges of tokens that a server drops from a text to make room for `reserve` tokens. scorer: name of
+    the scorer that says which blocks are wanted. newest: the tokens of the message that follows the text."""
     chosen = BLOCK_SCORERS[scorer]()
 
     def scores_of(starts: Sequence[int]) -> Sequence[float] | None:

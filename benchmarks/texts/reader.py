@@ -47,7 +47,8 @@ class Reader:
     """A model with pages for the KV of `texts` texts of at most `most_tokens` tokens each. One call at a time."""
 
     def __init__(self, model: Path, *, texts: int, most_tokens: int, share: float, threads: int | None) -> None:
-        """Set up. share: the share of a context's tokens that selectors may choose. threads: of torch."""
+        """Set up. share: the share of a context's tokens that selectors may choose. threads: number of torch's threads;
+        None: as many as by default."""
         flags: dict[str, str | int | float] = {"selector.name": "infinigen", "selector.share": share}
         self.config = config(str(model), flags | ({"engine.threads": threads} if threads else {}))
         self._loaded = load(self.config)
@@ -74,8 +75,8 @@ class Reader:
         return found
 
     def begin(self, selecting: Selecting | None) -> None:
-        """Make all later decode steps use a selector; None: they read whole contexts. What a selector knew of the pages
-        is discarded."""
+        """Make all later decode steps use a selector; None: they read whole contexts. What selectors have learned of
+        the pages so far is discarded."""
         self.runner.selecting = selecting
         self._tables = BlockTables(max_seqs=self._texts, max_pages=self._per_text)
 
@@ -92,7 +93,7 @@ class Reader:
 
     def decoding(self, ids: Mapping[int, int], place: Mapping[int, int]) -> BatchInput:
         """Return the batch of a decode step, with one token of each of some texts. ids: text -> token. place: text ->
-        position. The selector may choose what it reads."""
+        position. If a selector is in use, the step reads what it chooses of the contexts."""
         return self._batch(
             [
                 BatchItem(f"text {text}", [token], place[text], self._pages_of(text), True, partial=True)

@@ -92,8 +92,9 @@ def held_out(data: Path, name: str, encode: Encode) -> list[list[int]] | None:
 
 
 def draw_windows(documents_ids: Sequence[Sequence[int]], length: int, count: int, seed: int) -> list[list[int]]:
-    """Return `count` windows of `length` tokens from documents that are laid end to end. A text that is too short for
-    so many is used again with its documents in another order. Raises ValueError if it is too short for one."""
+    """Return `count` windows of `length` tokens from documents that are laid end to end. If these have fewer windows,
+    they are laid end to end again in another order, and so on. Raises ValueError if they are too short for one
+    window."""
     rng = random.Random(seed)
     order = list(range(len(documents_ids)))
     windows: list[list[int]] = []
