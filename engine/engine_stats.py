@@ -86,8 +86,8 @@ _COST_TERMS = ("fixed", "per_token", "per_kilo_pair", "per_row", "per_kilo_read"
 
 
 def scheduler_state(scheduler: Scheduler, cache: CacheManager, now: float) -> SchedulerState:
-    """Return the state of the queue, with where the KV of the next requests lies. Cheap enough for the heartbeat that
-    the engine sends once a second, but not for every step."""
+    """Return the state of the queue, with the tiers in which the KV of the next requests lies. Cheap enough for the
+    heartbeat that the engine sends once a second, but not for every step."""
     cost = scheduler.cost
     return SchedulerState(
         policy=scheduler.queue.policy,

@@ -252,8 +252,8 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
 
 class Output(msgspec.Struct, frozen=True, kw_only=True):
     """New tokens of one choice, its end, or the progress of its prompt. `report`, of the tiers in which the prompt's KV
-    was found, comes with a choice's first output, and again with its last if its context was truncated in between.
-    `timings` come with the first output and with the last."""
+    was found, comes with a choice's first output. It comes again with the last output if it has changed: the context
+    was truncated, or read in part. `timings` come with the first output and with the last."""
 
     request_id: str
     choice: int

@@ -19,7 +19,8 @@ class PromptProgress:
         self._told_s = float("-inf")
 
     def take(self, now: float) -> list[Output]:
-        """Return an output for each watched prompt whose progress has changed, at most every TOLD_EVERY_S."""
+        """Return an output for each watched prompt whose progress has changed since the last look at it. Return nothing
+        if that look was less than TOLD_EVERY_S ago."""
         watched = self._choices.watched
         if not watched or now - self._told_s < TOLD_EVERY_S:
             return []

@@ -42,7 +42,8 @@ class Talk:
         self.messages.append({"role": "user", "content": content})
 
     def stream(self, url: str, **body: Any) -> ChatStream:
-        """Return the request for the next turn, not yet sent. It is greedy, unless the body says otherwise."""
+        """Return the request for the next turn, not yet sent. It is greedy and ignores end tokens, unless `body` has
+        other values for these fields. body: further fields of the request."""
         asked = {"temperature": 0, "ignore_eos": True, **self.body, **body, "messages": list(self.messages)}
         return ChatStream(url, asked, {"x-session-id": self.name} if self.is_named else {})
 

@@ -30,7 +30,7 @@ _WIDE = {  # heads as Qwen3-8B's
 
 
 class Models:
-    """Small models in bf16, and the answers that engines without a cache give with them."""
+    """Small random models in bf16 by kind, each with the answers that an engine without a cache gives with it."""
 
     def __init__(self, asked: Asked) -> None:
         self.asked = asked
@@ -66,7 +66,8 @@ def items(asked: Asked) -> Sequence[Item]:
 
 
 def conversations(driver: Driver) -> list[list[int]]:
-    """Play several conversations whose turns alternate. Returns the tokens of each answer."""
+    """Play several conversations in turns on an engine (`driver`), always the same ones. Returns the tokens of each
+    answer."""
     rng, histories, answers = random.Random(1), [list[int]() for _ in range(_SESSIONS)], []
     for turn in range(_TURNS):
         for number, history in enumerate(histories):

@@ -26,7 +26,7 @@ _FAR = 1 << 30  # tokens: more than any conversation has
 
 
 class Day:
-    """One engine and its conversations. mode: the setting cache.mode."""
+    """One engine, with the conversations that measurements hold with it. mode: the setting cache.mode."""
 
     mode = "attentionstore"
 
@@ -93,7 +93,7 @@ class Day:
         return self.inner.drawn_tokens - before
 
     def forget(self, *but: str) -> None:
-        """Delete all conversations except those named `but`."""
+        """Delete all conversations except those whose sessions are named in `but`."""
         self.inner.settle()
         owners = {name[2] for row in self.engine._cache.tiers.table for name in row.owners}
         for number, name in enumerate(sorted(owners - set(but))):
@@ -168,8 +168,9 @@ def built(day: Day) -> Iterator[Values]:
 
 
 def decode(streams: int, day: Day, *, sampled: bool = False, long: bool = False) -> Iterator[Values]:
-    """Measure decode steps in which every stream draws a token: the time from one step's end to the next one's, and the
-    device's part of it."""
+    """Measure decode steps in which each of `streams` streams draws a token: the time from one step's end to the next
+    one's, and the device's part of it. sampled: with temperature and top_p, otherwise greedily. long: after the long
+    history, otherwise after a shorter context."""
     context = day.history if long else day.context
     new_tokens = (40 if long else 96) if day.on_gpu else 20
     choice: dict[str, Any] = {"temperature": 0.7, "top_p": 0.9} if sampled else {}
@@ -215,7 +216,8 @@ def _conversation(day: Day) -> Turn:
 
 
 def returning(label: str, lost_tokens: int, day: Day) -> Iterator[Values]:
-    """Measure a turn of a few new tokens after the long history, of which `lost_tokens` tokens have left HBM."""
+    """Measure a turn of a few new tokens after the long history, of which `lost_tokens` tokens have been evicted from
+    HBM before. label: says in the results where this history comes from."""
     for repeat in range(3):
         before = _conversation(day)
         day.push_out("long", lost_tokens)

@@ -35,7 +35,7 @@ class TurnFailed(Exception):
 
 def config(model: str, settings: Mapping[str, str | int | float]) -> EngineConfig:
     """Return the configuration of an engine for one turn at a time, without tiers below HBM and without a time limit on
-    steps. settings: "cache.mode" -> value; they override all that."""
+    steps. settings: "cache.mode" -> value; they take precedence over these defaults."""
     flags = {
         "model.source": model, "model.dtype": "bfloat16", "engine.device": "cpu", "cache.dram_gib": 0,
         "cache.disk_gib": 0, "cache.disk_min_free_gib": 0, "scheduler.policy": "fcfs", "scheduler.max_seqs": 1,

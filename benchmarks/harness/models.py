@@ -19,7 +19,7 @@ def model_directory(text: str) -> Path:
 
 
 def name_of(directory: Path) -> str:
-    """Return the short name of a model's directory, or else the directory's name."""
+    """Return the short name of a model's directory, such as smollm2; for a directory without one, its own name."""
     return next((name for name, known in NAMES.items() if known == directory), directory.name)
 
 

@@ -62,7 +62,7 @@ def write_result(file: Path, result: Mapping[str, Any]) -> None:
 
 
 def command_line(words: list[str]) -> str:
-    """Return the command of this process as one types it in the checkout. words: `sys.argv`."""
+    """Return the command of this process as it is typed in the checkout. words: `sys.argv`."""
     relative = [os.path.relpath(word, ROOT) if os.path.isabs(word) else word for word in words]
     module = relative[0].removesuffix(".py").replace(os.sep, ".").removesuffix(".__main__")
     return " ".join(["python", "-m", module, *relative[1:]])

@@ -71,8 +71,8 @@ def rows(host: Host) -> list[dict[str, Any]]:
 
 
 def speedup(found: list[dict[str, Any]], over: Arm, arm: Arm = "hybrid", model: str = "") -> float:
-    """Return the geometric mean, over all prompts, of the tokens per second of `arm` in units of those of `over`.
-    model: "" for all models."""
+    """Return how many times as many tokens per second `arm` generates as `over`: the geometric mean over all prompts.
+    model: name of the model that counts; "" for all models."""
     return geometric_mean(
         row["tokens_per_s"][arm] / row["tokens_per_s"][over] for row in found if model in ("", row["model"])
     )

@@ -181,8 +181,8 @@ def _times(served: Sequence[Served]) -> dict[str, Any]:
 
 
 def compare(mine: Sequence[Sequence[Served]], theirs: Sequence[Sequence[Served]], kind: str) -> dict[str, Any]:
-    """Return the TTFT of `mine` in units of that of `theirs`, over all seeds: measure -> [ratio, lower and upper end of
-    its 95 % interval]. kind: of turns, a key of KINDS."""
+    """Return the TTFT of `mine` divided by that of `theirs`, over all seeds: measure -> [ratio, lower and upper end of
+    its 95 % interval]. kind: the kind of turns that count, a key of KINDS."""
     sides = [[[t.ttft_s for t in each if t.place in KINDS[kind]] for each in side] for side in (mine, theirs)]
     if not all(any(side) for side in sides):
         return {}

@@ -130,8 +130,8 @@ class Classes:
 
     @property
     def places(self) -> int:
-        """Number of places in the batch. HBM has room for one conversation more, so that KV can be loaded while all
-        places are taken."""
+        """The number of places in the batch. HBM has room for one conversation more than there are places, so that KV
+        can be loaded while all places are taken."""
         return max(1, self.in_hbm - 1)
 
     @property
@@ -154,12 +154,12 @@ class Classes:
 
     @property
     def mean_history(self) -> int:
-        """Tokens of history that a returning turn has, in the mean."""
+        """The mean number of history tokens of a returning turn."""
         return self._begun_tokens + (self.turns_each - 1) * self._growth_tokens // 2
 
     @property
     def mean_tokens(self) -> int:
-        """Tokens of a conversation after a returning turn, in the mean, in whole blocks."""
+        """The mean number of tokens of a conversation after a returning turn, rounded up to whole blocks."""
         return -(-(self.mean_history + self._growth_tokens) // BLOCK) * BLOCK
 
     @property

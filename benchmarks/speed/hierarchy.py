@@ -107,8 +107,9 @@ class Conversation:
 
 
 def settings_of(arm: str, model: str, shape: Shape, directory: Path, codec: str) -> dict[str, Any]:
-    """Return the settings of an arm's server. HBM holds IN_HBM conversations, and DRAM IN_DRAM more. HBM has one more
-    page, for a block that has to be copied."""
+    """Return the settings of an arm's server. HBM holds IN_HBM conversations and one block more, which may have to be
+    copied; `ample` holds all conversations in HBM. DRAM holds IN_DRAM conversations, in the arm `disk` none. codec:
+    setting cache.codec of the arm CODED."""
     size = shape.final_tokens
     few = {"cache.hbm_tokens": IN_HBM * size + BLOCK}
     hierarchy = {**few, "cache.dram_gib": IN_DRAM * size * kv_bytes_per_token(model) / (1 << 30)}
@@ -230,8 +231,8 @@ def describe(samples: list[Sample]) -> dict[str, Any]:
 
 
 def paired_ratio(samples: list[Sample], over: str, under: str, turn: int) -> dict[str, float] | None:
-    """Return the TTFT of the arm `over` in units of that of `under` at one turn: for pairs of the same conversation,
-    and of the medians. None if there are no pairs."""
+    """Return the TTFT of the arm `over` divided by that of `under` at one turn: figures of the ratio over all pairs
+    (the same conversation on both), and the ratio of the medians. None if there are no pairs."""
     mine = {(s.pass_, s.conversation): s.ttft_ms for s in samples if (s.arm, s.turn) == (over, turn)}
     theirs = {(s.pass_, s.conversation): s.ttft_ms for s in samples if (s.arm, s.turn) == (under, turn)}
     pairs = [mine[key] / theirs[key] for key in mine if key in theirs]

@@ -72,8 +72,8 @@ class GrowingHistory(History):
         self._rows, self.length = Rows(), 0
 
     def turn(self, token_ids: Tensor) -> Tensor:
-        """Compute a turn of whole blocks after the history, and add it. Returns the log probabilities after each token
-        [tokens, vocab]."""
+        """Compute a turn of whole blocks after the history, and add it to the history. Returns the log probabilities of
+        the next token after each of its tokens [tokens, vocab]."""
         logprobs, rows = self.go_on(token_ids)
         if self._codec is not None:
             rows = self._as_coded(self._codec, rows)

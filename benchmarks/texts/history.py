@@ -45,15 +45,15 @@ class History:
             self._coder.place(rows)
 
     def go_on(self, token_ids: Tensor) -> tuple[Tensor, Rows]:
-        """Compute more tokens and add them to the history. Returns the log probabilities after each of them [tokens,
-        vocab], and their KV."""
+        """Compute more tokens and add them to the history. Returns the log probabilities of the next token after each
+        of them [tokens, vocab], and their KV."""
         logprobs, rows = self._coder.go_on(token_ids, self.length)
         self.length += len(token_ids)
         return logprobs, rows
 
     def score(self, token_ids: Tensor | Sequence[int]) -> Tensor:
-        """Return the log probabilities after each of these tokens [tokens, vocab], which follow the history but are not
-        added to it."""
+        """Return the log probabilities of the next token after each of these tokens [tokens, vocab]. The tokens follow
+        the history and are not added to it."""
         return self._coder.score(torch.as_tensor(token_ids), self.length)
 
     def quality(self, raw: Tensor, token_ids: Tensor, refused: float = 0.0) -> Quality:

@@ -45,8 +45,8 @@ class Fp8Codec:
 
 
 class KiviCodec:
-    """A `Codec` that quantises groups of numbers, as KIVI does. Each group has its least number and its scale in fp16.
-    bits: of a number, 2 or 4. v_group: how many numbers of a token's V form a group, at most those of a head."""
+    """A `Codec` that quantises groups of numbers, as KIVI does. Each group stores its least number and its scale in
+    fp16. bits: of each code, 2 or 4. v_group: how many numbers of a token's V form a group, at most those of a head."""
 
     is_lossy = True
     device = torch.device("cpu")

@@ -24,7 +24,7 @@ LEAST_TOKENS = 2048  # tokens of a text's pages: selectors calibrate on as many 
 
 @dataclass
 class Counting:
-    """A selector that counts which share of the contexts another selector chooses."""
+    """A selector that passes each choice of another selector on, and counts the share of the contexts that it chose."""
 
     inner: KvSelector
     read: float = 0.0  # shares of contexts, summed
@@ -125,7 +125,7 @@ class Reader:
 
     def read_behind(self, group: Sequence[Tensor], history: int, selecting: Selecting | None) -> list[Tensor]:
         """Decode the tokens of some texts after their first `history` ones, one by one. Returns for each text the log
-        probabilities [tokens, vocab] after all but its last token."""
+        probabilities of the next token after each of these tokens but the last [tokens, vocab]."""
         self.begin(selecting)
         found: list[list[Tensor]] = [[] for _ in group]
         for place in range(history, len(group[0]) - 1):

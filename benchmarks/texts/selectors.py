@@ -80,7 +80,8 @@ def score_texts(run: Run, reader: Reader, arms: Mapping[str, Selecting], encode:
 
 @dataclass(frozen=True)
 class Haystack:
-    """A book with hidden sentences (needles), each of which tells a password, and the questions for these."""
+    """A book with hidden sentences (needles), each of which tells the password of a name, and a question for each
+    password."""
 
     ids: list[int]
     questions: list[tuple[list[int], list[int], int]]  # a prompt, the beginning of its answer, the password

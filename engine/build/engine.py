@@ -31,8 +31,9 @@ from reprise.kernels.attention.watched import WatchedAttention
 
 @dataclass(frozen=True, slots=True)
 class ReadyModel:
-    """A model that several engines of one process may run, one step at a time. first_steps: the directory that keeps
-    the results (`FirstSteps`: step times, exactness proof) of the trial steps at an engine's start."""
+    """A loaded and probed model that several engines of one process share; only one of them may run a step at a time.
+    first_steps: the directory that keeps the results (`FirstSteps`: step times, exactness proof) of the trial steps at
+    an engine's start."""
 
     loaded: LoadedModel
     probed: ProbedModel

@@ -27,10 +27,11 @@ _LIBRARIES = ("torch", "numba", "llvmlite", "transformers", "numpy")
 
 
 class FirstSteps(msgspec.Struct, frozen=True, kw_only=True):
-    """The results of the trial steps at an engine's start. step_s, token_s: seconds of a step without its tokens, and
-    of each token in it. least_chunk_tokens: fewest prompt tokens in a step with which the model is nearly as fast as it
-    can be; 0: not measured. rows_agree: whether several rows of a sequence give the same bits together as one by one.
-    proven, detail: whether it is proven that rows depend on their own tokens alone, and a text about it for people."""
+    """The results of the trial steps at an engine's start. step_s: seconds that a step takes whatever its size is;
+    token_s: additional seconds per token. least_chunk_tokens: fewest prompt tokens in a step with which the model is
+    nearly as fast as it can be; 0: not measured. rows_agree: whether several rows of a sequence give the same bits
+    together as one by one. proven: whether it is proven that rows depend on their own tokens alone; detail: a text
+    about that for people."""
 
     step_s: float
     token_s: float

@@ -61,7 +61,8 @@ def disk_room(directory: Path, min_free_bytes: int) -> int:
 def within(seconds: float, work: Callable[[], T]) -> T:
     """Call `work`, which asks a disk something and may hang, in a daemon thread, and return its result or raise its
     error. Raises TimeoutError if it takes longer than `seconds`; the thread then stays for as long as the call hangs.
-    For a few calls at a start: `reprise.cache.storage.io_threads` bounds how many threads may hang."""
+    Use it for a few calls at a start only, because nothing here bounds how many threads hang, as
+    `reprise.cache.storage.io_threads` does."""
     ended = threading.Event()
     results: list[T] = []
     errors: list[BaseException] = []

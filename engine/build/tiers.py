@@ -167,9 +167,9 @@ def build_tiers(
 
 
 def mean_session_blocks(extents: Sequence[ExtentInfo]) -> float:
-    """Return the mean number of blocks per session in `extents`, the files that a disk has kept; 0 if there are none.
-    Each session counts its full blocks and one that is not full, however many such blocks its turns have left on
-    disk."""
+    """Return the mean number of blocks of a session, found from `extents`, the files that a disk has kept; 0 if there
+    are none. A session counts with its full blocks and one block that is not full, even if its turns have left several
+    of the latter on disk."""
     full = Counter[tuple[str, str, str]]()
     for extent in extents:
         full[extent.session.names] += sum(not block.is_open for block in extent.blocks)

@@ -39,8 +39,9 @@ class CodecVerdict:
         return sum(self._last) / len(self._last) if self._last else None
 
     def hear(self, divergence: float, rounding: float) -> bool:
-        """Record a check. divergence: nats per token between the answers with loaded KV and with recomputed KV.
-        rounding: the part of it that rounding alone causes. Returns whether this check condemns the codec."""
+        """Record a check of one answer. divergence: nats per token between the predictions from loaded KV and those
+        from recomputed KV. rounding: the part of it that rounding alone causes. Returns whether this check condemns the
+        codec."""
         excess = divergence - rounding
         excess = min(excess, _MOST_NATS) if math.isfinite(excess) else _MOST_NATS
         self._last.append(excess)

@@ -90,8 +90,9 @@ class BlockTables:
             del self._owners[request_id]
 
     def owner(self, request_id: str) -> int:
-        """Return a number that identifies the sequence's use of its row of the table. It changes when the row is
-        dropped and taken again, so that a caller that kept a row's number notices that the row has other pages now."""
+        """Return a number that stands for the sequence's present use of its row of the table. When the sequence drops
+        its row and takes one again, it gets another number. So a caller that has kept the number notices that the row
+        has other pages now."""
         return self._owners[request_id]
 
     def select(self, rows: list[int], num_pages: int) -> np.ndarray:

@@ -170,8 +170,9 @@ def current_step() -> Step:
 
 
 def attend(step: Step, layer: int, queries: Tensor, keys: Tensor, values: Tensor, params: AttentionParams) -> Tensor:
-    """Write one layer's rows to their slots, then attend. queries, keys [tokens, heads, k_dim], rotated; values
-    [tokens, kv_heads, v_dim]. Returns [tokens, heads, v_dim]."""
+    """Write the keys and values of the step's own tokens in one layer to their slots, wait until KV that is being
+    loaded for this layer is there, then attend. queries, keys [tokens, heads, k_dim], rotated; values [tokens,
+    kv_heads, v_dim]. Returns [tokens, heads, v_dim]."""
     step.params[layer] = params
     pages = step.pages(layer)
     write_rows(pages.k, step.meta.slots, pages.to_rows(keys))

@@ -118,7 +118,7 @@ def layers_in_lists(model: nn.Module, leave: Collection[nn.Module] = ()) -> Iter
 
 def check_positions(model: nn.Module) -> Tensor:
     """Return the positions [tokens], on CPU, at which layers and their replacements are compared: the first and the
-    last of the window."""
+    last ones of the context window."""
     text: Any = model.config.get_text_config()  # type: ignore[operator,union-attr]
     last = rope_limit(text) or text.max_position_embeddings
     positions = torch.arange(_CHECK_TOKENS)

@@ -24,8 +24,8 @@ def refusal_of_type(model_type: str) -> str | None:
 
 
 def refusal_of(text: Any) -> str | None:
-    """Return the reason why a language model is not served, and what is served instead; None if its configuration gives
-    none. text: transformers' configuration of the language model, for a multimodal model that of its text."""
+    """Return the reason why a language model is not served, and what is served instead; None if its configuration shows
+    no such reason. text: transformers' configuration of the language model, for a multimodal model that of its text."""
     kinds = set(_layer_kinds(text))
     name = text.model_type
     indexer = ["index_topk"] if getattr(text, "index_topk", None) else []

@@ -20,8 +20,8 @@ _LONG_S = 0.5  # a step that takes longer is not repeated, and no larger one is 
 
 
 class WarmUp:
-    """A runner of trial steps on pages from 0 on, which must not be in use. most_rows: the most rows a sequence may
-    have."""
+    """A runner of an engine's trial steps. It overwrites KV pages from page 0 on, which must not be in use. most_rows:
+    the most rows (tokens) that the sequence of a trial step may have."""
 
     def __init__(self, *, runner: ModelRunner, most_rows: int, page_size: int, device: torch.device) -> None:
         self._runner, self._most_rows, self._page_size, self._device = runner, most_rows, page_size, device
@@ -30,7 +30,7 @@ class WarmUp:
         self._table = list(range(num_pages))
 
     def step_times(self) -> tuple[float, float]:
-        """Return (seconds for a step of any size, additional seconds per token)."""
+        """Return (seconds that a step takes whatever its size is, additional seconds per token)."""
         rows = self.run_once()
         many_s, one_s = self._least_seconds(0, rows), self._least_seconds(rows, 1)
         # At least a tenth counts as per token: a guess for devices on which many rows take no longer than one.

@@ -81,8 +81,8 @@ def stamp_of(source: Path) -> str:
 
 
 def check_fit(source: Source, names: ModuleNames) -> None:
-    """Check that the weights of a source are those of the model, from their shapes alone. Raises SourceRefused, also if
-    some are missing."""
+    """Check, from names and shapes alone, that a source has the weights of a model. Raises SourceRefused if a weight
+    has another shape than in the model, or is missing."""
 
     def without_numbers(name: str) -> Tensor:
         return torch.empty(source.shape(name), device="meta")

@@ -112,9 +112,9 @@ class RankGroup:
     # --- while the engine is built ------------------------------------------------------------------------------------
 
     def model_fingerprint(self, own: bytes) -> bytes:
-        """Wait until all ranks have loaded their parts of the model. Returns the fingerprint of the whole. It differs
-        for each number of ranks, because the ranks store parts of heads and round sums differently. Raises
-        ModelRefused."""
+        """Wait until all ranks have loaded their parts of the model. Returns the fingerprint of the whole. own: the
+        fingerprint of rank 0's part. The result differs for each number of ranks, because the ranks store parts of
+        heads and round sums differently. Raises ModelRefused."""
         parts = [own]
         for socket in self._sockets:
             message = self._receive(socket)

@@ -133,8 +133,8 @@ class Probed(msgspec.Struct, frozen=True, tag="probed"):
 
 
 class TiersMade(msgspec.Struct, frozen=True, tag="tiers_made"):
-    """The answer of a rank that has allocated its memory for KV. extents: the ids of the extents on its disk, with the
-    bytes of its part."""
+    """The answer of a rank that has allocated its memory for KV. extents: for each extent on its disk, the id and the
+    bytes of the rank's part of it."""
 
     extents: dict[int, int]  # id -> bytes
 

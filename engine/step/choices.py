@@ -83,7 +83,8 @@ class RunningChoice:
         )
 
     def ends_with(self, token_id: int) -> bool:
-        """Return whether the token sampled last is the answer's end, by its grammar or because it ends the text."""
+        """Return whether `token_id`, which was sampled last, ends the answer: the answer's grammar is complete, or the
+        token is in `end_ids` and comes after min_tokens others."""
         if self.constraint is not None and self.constraint.is_stopped:
             return True
         if self.constraint is not None and self.constraint.is_failed:
@@ -135,7 +136,7 @@ class RunningChoice:
         timings: Timings | None = None,
     ) -> Output:
         """Return the message that carries tokens of the choice, or its end, to the app. The first output has the report
-        of its prompt; the last one has it again if it has changed."""
+        of where the prompt's KV was found. The last one has the report again if that has changed."""
         prompt_logprobs = None
         if (report := self.new_report) is not None:
             self.reported = True

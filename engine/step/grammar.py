@@ -83,8 +83,8 @@ class _Pending:
 
 
 class GrammarCompiler:
-    """A compiler that holds requests back until their grammars are compiled, on a thread of its own, so that no step
-    waits for it. The engine's loop calls all public methods but `compile`."""
+    """A compiler of grammars. It works on a thread of its own, so that no step waits for it, and holds each request
+    back until its grammar is compiled. The engine's loop calls all public methods but `compile`."""
 
     def __init__(self, *, tokenizer: Path, vocab_size: int, end_ids: tuple[int, ...]) -> None:
         """Set up. tokenizer: path of a tokenizer.json, read when the first grammar comes; a model without one takes no
@@ -110,8 +110,8 @@ class GrammarCompiler:
             pending.future.cancel()
 
     def take(self) -> list[tuple[Submit, list[Constraint] | BadGrammar]]:
-        """Return the requests whose compilation has ended, in the order in which they came, each with a constraint for
-        each choice or with the error."""
+        """Remove and return the requests whose compilation has ended or has taken too long, in the order in which they
+        came, each with a constraint for each choice or with the error."""
         now = time.monotonic()
         done = []
         for request_id, pending in list(self.held.items()):

@@ -65,12 +65,14 @@ class Verdict(Protocol):
 
     @property
     def recent(self) -> float | None:
-        """The mean divergence of the last checks, in nats per token; None before the first."""
+        """The mean divergence of the last checks, in nats per token, without what rounding alone causes; None before
+        the first check."""
         ...
 
     def hear(self, divergence: float, rounding: float) -> bool:
-        """Record a check of one answer. divergence: nats per token between the answers. rounding: the part that
-        rounding alone brings. Returns whether this check condemns the codec."""
+        """Record a check of one answer. divergence: nats per token between the predictions from loaded KV and those
+        from recomputed KV. rounding: the part of it that rounding alone causes. Returns whether this check condemns the
+        codec."""
         ...
 
     def report(self) -> CodecChecks:

@@ -52,7 +52,7 @@ class Recompute:
 
     @torch.inference_mode()
     def copy(self, pages: Sequence[int], target: Sequence[int]) -> None:
-        """Copy pages to equally many others, in all layers."""
+        """Copy pages to equally many others (`target`), in all layers."""
         source, into = (torch.tensor(list(numbers), device=self._device) for numbers in (pages, target))
         for layer in self._runner.pages:
             layer.k[into] = layer.k[source]

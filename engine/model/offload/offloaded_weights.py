@@ -19,8 +19,8 @@ _ALIGNMENT = 64  # bytes: every weight in a buffer begins at a multiple
 
 class OffloadedWeights:
     """The weights of some of a model's layers, kept in DRAM. While such a layer runs, its parameters are views of a
-    buffer of HBM; at other times they may show another layer's weights. Used by one thread at a time: the one that runs
-    the model."""
+    buffer in HBM that has its weights. At other times the buffer can hold the weights of another layer. Used by one
+    thread at a time: the one that runs the model."""
 
     def __init__(
         self, model: nn.Module, *, num_layers: int, hbm_layers: int, device: torch.device, throttle: Throttle

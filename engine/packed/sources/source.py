@@ -95,8 +95,8 @@ class Source:
         return name in self._quantised
 
     def kept(self, name: str) -> Kept:
-        """Return whether packing a quantised weight can keep its codes (`codes`) or its places in a table of numbers
-        (`table`), or has to round its numbers again (`dense`)."""
+        """Return what is kept of a quantised weight when it is packed: its codes (`codes`), the places of its numbers
+        in a table (`table`), or neither, so that its numbers are rounded again (`dense`)."""
         return self._quantised[name].kept
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -105,7 +105,8 @@ class Source:
         return self._checkpoint.shape(self._plain[name]) if weight is None else weight.shape
 
     def matrix(self, name: str) -> tuple[int, int]:
-        """Return (outputs, inputs) of a quantised weight. Of experts, the outputs of all follow one another."""
+        """Return (outputs, inputs) of a quantised weight. The outputs of a weight of experts are those of all its
+        experts, one expert after the other."""
         weight = self._quantised[name]
         return weight.outputs, weight.inputs
 
