@@ -93,15 +93,16 @@ def read_body(body: bytes) -> TurnBody | None:
 
 
 def salt_in(body: TurnBody, *, is_exact: bool = False) -> str:
-    """Return the salt of a turn: a string made of `cache_salt` and of whether its KV must be exact. Only turns with
-    equal salts share KV. is_exact: whether the turn's key demands exact KV for all turns."""
+    """Return the salt of a turn: a string made of `cache_salt` and of whether its KV must be exact (changed by no
+    codec). Only turns with equal salts share KV. is_exact: whether the tenant's API key demands exact KV for all turns,
+    whatever the body says."""
     salt = body.cache_salt if isinstance(body.cache_salt, str) else ""
     return salt_of(salt, is_exact=is_exact or body.kv_quality == "exact")
 
 
 def conversation_of(body: TurnBody) -> Conversation:
-    """Return digests of the messages of a chat (OpenAI's or Anthropic's) or of the input of a response. Takes a few
-    microseconds a message, and a second for a gigabyte of text."""
+    """Return how long a chat (OpenAI's or Anthropic's) or the input of a response is, and digests of how its messages
+    begin, by which its session is found. Takes a few microseconds a message, and a second for a gigabyte of text."""
     # A client with another salt must not learn that somebody had the same conversation.
     salt = salt_in(body)
     chain, opening, answers, history_chars, chars = digest("conversation", salt), b"", list[bytes](), 0, 0

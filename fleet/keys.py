@@ -54,7 +54,7 @@ class SessionKeys:
 
 
 class BadSeal(ValueError):
-    """The bytes were not sealed by a member of this fleet under this key."""
+    """The bytes do not begin with the seal (`Keys.seal`) that a member of this fleet makes for this Redis key."""
 
 
 class Keys:
@@ -82,8 +82,8 @@ class Keys:
         return f"{self.tenant(tenant)}:{self._digest('name', tenant, session_id)}"
 
     def chain(self, tenant: str, digest: bytes) -> str:
-        """Return the key under which the session of a conversation is found. digest: of the conversation's messages up
-        to and including an answer, from `reprise.fleet.identify`."""
+        """Return the Redis key under which the session of a conversation is found. digest: of the conversation's
+        messages up to and including an answer, from `reprise.fleet.identify`."""
         return f"{PREFIX}c:{self.tenant(tenant)}:{self._digest('chain', tenant, digest)}"
 
     def bucket(self, tenant: str, kind: str) -> str:
@@ -91,11 +91,13 @@ class Keys:
         return f"{PREFIX}q:{self.tenant(tenant)}:{kind}"
 
     def seal(self, data: bytes, *, key: str) -> bytes:
-        """Return the bytes with a keyed digest of them and of the Redis key under which they will be stored."""
+        """Return the bytes with a seal before them: a digest, keyed with the fleet's secret, of the bytes and of `key`,
+        the Redis key under which they will be stored."""
         return self._mac(data, key) + data
 
     def unseal(self, sealed: bytes, *, key: str) -> bytes:
-        """Check the keyed digest that `seal` has added, and return the bytes without it. Raises BadSeal."""
+        """Check the digest that `seal` has put before the bytes, and return the bytes without it. key: the Redis key
+        under which they were stored. Raises BadSeal."""
         mac, data = sealed[:SEAL_BYTES], sealed[SEAL_BYTES:]
         if not hmac.compare_digest(mac, self._mac(data, key)):
             raise BadSeal(f"{len(sealed)} bytes under {key!r:.80}")
@@ -117,16 +119,16 @@ class Keys:
 
 
 def places(tenant: str) -> str:
-    """Return the Redis key of the leases that a tenant's running answers have. tenant: its digest."""
+    """Return the Redis key of the leases that a tenant's running answers have. tenant: digest of the tenant's name."""
     return f"{PREFIX}p:{tenant}"
 
 
 def record(tenant: str, member: str) -> str:
-    """Return the key of a session's record. tenant: its digest; member: `SessionKeys.member`."""
+    """Return the Redis key of a session's record. tenant: digest of the tenant's name. member: `SessionKeys.member`."""
     fingerprint, _, session = member.partition(":")
     return f"{PREFIX}s:{fingerprint}:{tenant}:{session}"
 
 
 def acknowledgements(epoch: int) -> str:
-    """Return the key of the members that have not yet carried out the deletion with this epoch."""
+    """Return the Redis key of the set of members that have not yet carried out the deletion with this epoch."""
     return f"{PREFIX}d:{epoch}"

@@ -42,9 +42,9 @@ class Unsent(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Outbox:
-    """A queue of sessions of which the directory has not been told, used from one thread at a time. If its file fails,
-    it works in memory or not at all; nothing raises. While the file's disk does not answer, nothing is put in, found or
-    removed."""
+    """A queue of sessions whose last turn or newest head the directory has not recorded yet, used from one thread at a
+    time. If its file fails, it works in memory or not at all; nothing raises. While the file's disk does not answer,
+    nothing is put in, found or removed."""
 
     def __init__(self, *, path: Path | None, max_bytes: int, disk: StateDisk | None = None) -> None:
         """Open the file. path: None keeps the queue in memory. max_bytes: of the file; when it is full the oldest

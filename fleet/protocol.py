@@ -206,15 +206,17 @@ def is_relay(key: bytes, value: str, *, path: str, request_id: str) -> bool:
 
 
 def seal(key: bytes, *, path: str, request_id: str, envelope: bytes, body: bytes) -> tuple[str, bytes]:
-    """Return the value of RESUME_HEADER and the body (envelope, then the client's body) of a resuming request. body: as
-    the client sent it."""
+    """Sign a resuming request. Returns the value of RESUME_HEADER (the envelope's length and a keyed digest of the
+    request) and the body to send: the envelope, then the client's body. key: from `fleet_key`. body: as the client sent
+    it."""
     tag = _tag(key, b"resume", path.encode(), request_id.encode(), envelope, body)
     return f"{len(envelope)}:{tag}", envelope + body
 
 
 def unseal(key: bytes, *, path: str, request_id: str, value: str, body: bytes) -> tuple[Resume, bytes]:
-    """Return the decoded envelope and the client's body. body: as received. value: of RESUME_HEADER. Raises Forged or
-    BadEnvelope."""
+    """Check the digest that `seal` has made, and return the decoded envelope and the client's body. key: from
+    `fleet_key`. value: of RESUME_HEADER. body: as received, with the envelope before the client's body. Raises Forged
+    or BadEnvelope."""
     size, _, tag = value.partition(":")
     if not size.isascii() or not size.isdigit() or len(size) > 10 or int(size) > min(len(body), MAX_ENVELOPE_BYTES):
         raise Forged

@@ -22,8 +22,8 @@ RENEW_S = 10.0
 
 
 class Admission:
-    """A request that was counted against its key's limits. A turn also occupies places, one for each answer that it
-    runs, of which a key has a limited number; `leave` frees them."""
+    """A request that was counted against the limits of its API key. A turn also occupies places, one for each answer
+    that it runs, of which a key has a limited number; `leave` frees them."""
 
     def __init__(self, allowances: "Allowances") -> None:
         self.is_counted = False  # by the directory; else replicas hold the key to its limits, each by itself

@@ -129,8 +129,8 @@ class Finder:
         return route
 
     def any_replica(self, key: str, *, tried: Container[str] = ()) -> str:
-        """Return a replica for a request that any replica can answer. The same key gives the same replica as long as
-        that one takes turns. tried: replicas to leave out. Raises NoReplica."""
+        """Return a replica for a request that any replica can answer, chosen by a hash of `key`: the same key gives the
+        same replica as long as that one takes turns. tried: replicas to leave out. Raises NoReplica."""
         return self._router.fall_back(key, self._clock(), excluded=tried).replica
 
     async def home_of(self, tenant: str, session_id: str) -> str | None:

@@ -42,8 +42,8 @@ class Passing:
     ) -> None:
         """Relay a request, and its answer as it arrives. A request about a session goes to that session's home (the
         replica that has claimed it), one about a response to where it runs. is_counted: whether the directory has
-        counted the request against its key's limits. Raises ApiError before the client's first byte, ClientGone, or
-        ReplicaFailed for an answer that breaks off."""
+        counted the request against the limits of its API key. Raises ApiError before the client's first byte,
+        ClientGone, or ReplicaFailed for an answer that breaks off."""
         tenant = request.scope["state"].get("tenant", "")
         home = await self._home(tenant, request.url.path)
         foreign = self._finder.cannot_serve(model) if (model := await _model_of(request, body)) else frozenset()
@@ -177,8 +177,8 @@ def headers_of(request: Request, body: bytes) -> Headers:
 
 
 def counted(fleet_key: bytes, *, path: str, request_id: str) -> Headers:
-    """Return the headers that tell a replica that a request has been counted against its key's limits. fleet_key: the
-    fleet's secret, which proves that a gateway sent them."""
+    """Return the headers that tell a replica that a request has been counted against the limits of its API key.
+    fleet_key: the fleet's secret, which proves that a gateway sent them."""
     token = relay_token(fleet_key, path=path, request_id=request_id)
     return [(RELAY_HEADER.encode(), token.encode()), (COUNTED_HEADER.encode(), b"1")]
 

@@ -71,8 +71,9 @@ async def read_turn(
     body: bytes,
 ) -> Turn:
     """Return the parts of a request that the gateway needs. A request with an invalid body is returned too, with an
-    empty conversation: the replica tells the client what is wrong with it. is_exact: whether its key demands exact KV
-    for all turns. target: path and query. headers: from `forwarded`. arrived_s: on the monotonic clock."""
+    empty conversation: the replica tells the client what is wrong with it. is_exact: whether the API key of the tenant
+    demands exact KV (KV that no codec changes) for all turns. target: path and query. headers: from `forwarded`.
+    session_header: the first of `SESSION_HEADERS` that was sent. arrived_s: on the monotonic clock."""
     if len(body) > LONG_BODY_BYTES:
         said, conversation = await asyncio.to_thread(_read, body)
     else:

@@ -38,7 +38,9 @@ class ReplicaTurn:
         can_move: bool = False,
     ) -> None:
         """Set up. chain: digest of the messages that a gateway computed; see `reprise.fleet.identify`. resumed: another
-        replica's notes of the turn."""
+        replica's notes of the turn, if this replica continues it. is_counted: whether another server counts the turn
+        against the limits of its API key. can_move: whether another server would continue the turn if this one stopped
+        it."""
         self.is_new = resumed is None
         self.is_counted = is_counted
         self.can_move = can_move

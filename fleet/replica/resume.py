@@ -49,7 +49,8 @@ class OpeningNote(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeltaNote(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The note of one piece that the client was shown of one choice."""
+    """The note of one piece of a choice's answer that was sent to the client: what another server needs in order to
+    continue after this piece."""
 
     choice: int  # counted through all generations
     ids: list[int] = []  # tokens taken in since the choice's piece before
@@ -154,13 +155,14 @@ class ResumedTurn:
         )
 
     def num_tokens(self, num_choices: int) -> int:
-        """Return the number of tokens that the other server generated, for all choices. num_choices: choices of one
-        generation."""
+        """Return the number of tokens that the other server generated for this prompt, over all choices. num_choices:
+        how many choices each prompt of the stream has; the notes number choices through all prompts."""
         return sum(len(delta.ids) for delta in self.deltas if delta.choice // num_choices == self.place)
 
     def said(self, num_choices: int) -> list[list[int] | None]:
-        """Return for each choice the tokens that the other server generated; None for a choice that has ended and is
-        not continued. num_choices: choices of one generation."""
+        """Return for each choice of this prompt the tokens that the other server generated; None for a choice that has
+        ended and is not continued. num_choices: how many choices each prompt of the stream has; the notes number
+        choices through all prompts."""
         said: list[list[int] | None] = [[] for _ in range(num_choices)]
         for delta in self.deltas:
             place, index = divmod(delta.choice, num_choices)
@@ -172,9 +174,10 @@ class ResumedTurn:
         return said
 
     def over(self, num_choices: int) -> list[int] | None:
-        """Return the tokens of the generation's first choice if that choice has ended; None if it continues. The engine
-        adds them to the session, whose context otherwise would lack an answer that is not generated again. num_choices:
-        choices of one generation."""
+        """Return all tokens of this prompt's first choice if that choice has ended on the other server; None if it is
+        continued here. The engine computes the KV of these tokens without sending them again, so that the session
+        contains the ended answer. num_choices: how many choices each prompt of the stream has; the notes number choices
+        through all prompts."""
         mine = [delta for delta in self.deltas if delta.choice == self.place * num_choices]
         if not any(delta.end is not None for delta in mine):
             return None
@@ -214,8 +217,8 @@ class Resumption:
         )
 
     async def replay(self, turns: Sequence[RunningTurn]) -> AsyncIterator[Delta]:
-        """Yield the pieces that the client has received, and bring the generations' choices into the state that they
-        had. Raises ApiError 409 for a choice that the request does not ask for."""
+        """Yield again the pieces that the client has received, and bring the generations' choices into the state that
+        they had on the other server. Raises ApiError 409 for a choice that the request does not ask for."""
         num_choices = len(turns[0].choices)
         for count, note in enumerate(self.deltas, 1):
             place, index = divmod(note.choice, num_choices)
