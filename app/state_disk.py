@@ -45,7 +45,7 @@ _here = threading.local()  # `job`: what a thread that calls a disk does now
 
 
 class DiskAway(Exception):
-    """The disk has not answered in time, is not called because it has not lately, or cannot be written to.
+    """The disk has not answered in time, is not called because it did not answer lately, or cannot be written to.
     is_under_way: the call was made and goes on, so that it may still do its work later."""
 
     is_under_way = False

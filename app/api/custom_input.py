@@ -18,8 +18,9 @@ _TOKEN = re.compile(
 
 
 class CustomInput:
-    """A decoder of the input of a custom tool's call. The call's arguments are JSON that arrives in pieces cut
-    anywhere; the returned texts together do not depend on the cuts."""
+    """A decoder of the input of a custom tool's call. A custom tool takes one text, which the model writes as the
+    argument `input` of JSON arguments. These arrive in pieces cut anywhere; the returned texts, joined, are the same
+    wherever the cuts are."""
 
     def __init__(self) -> None:
         self._rest = ""  # what is not decoded yet

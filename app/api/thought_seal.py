@@ -14,10 +14,12 @@ _MAC_BYTES = 16
 
 
 class ThoughtSeal:
-    """A maker and reader of seals. All servers that share a secret read each other's, also after a restart."""
+    """A maker and reader of seals. A seal is a text that holds a thought (the model's reasoning) and a MAC, so that a
+    client can keep it and send the thought back unchanged. All servers that share a secret read each other's seals,
+    also after a restart."""
 
     def __init__(self, secret: bytes) -> None:
-        """Set up. secret: the tenant secret, of which the key is made."""
+        """Set up. secret: the tenant secret, from which the key of the MAC is derived."""
         self._key = blake2b(key=secret, digest_size=32, person=b"reprise thoughts").digest()
 
     def seal(self, thought: str) -> str:
@@ -26,7 +28,7 @@ class ThoughtSeal:
         return base64.b64encode(_VERSION + self._mac(data) + data).decode()
 
     def open(self, seal: str) -> str | None:
-        """Return the thought in a seal; None if the seal was made with another secret, or was changed."""
+        """Return the thought that a seal holds; None if the seal was made with another secret, or was changed."""
         try:
             sealed = base64.b64decode(seal, validate=True)
         except (binascii.Error, ValueError):

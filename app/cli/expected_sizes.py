@@ -74,8 +74,9 @@ def weights_by_place(settings: Settings, shape: ModelShape) -> tuple[int, int]:
 
 
 def packed_bytes(tables: int, layers: int, weights: str, itemsize: int) -> tuple[int, int]:
-    """Return (bytes of embeddings and heads, bytes of layers) for these numbers of weights. tables, layers: how many
-    weights they have. weights: see model.weights. itemsize: bytes of a weight that is not packed."""
+    """Return (bytes of embeddings and heads, bytes of layers). tables: number of weights of embeddings and heads.
+    layers: number of weights of all layers. weights: the setting model.weights, whose values q8 and q4 pack weights
+    into fewer bits. itemsize: bytes of a weight that is not packed."""
     of_tables, of_layers = _PACKED_BITS.get(weights, (8 * itemsize, 8 * itemsize))
     return int(tables * of_tables / 8), int(layers * of_layers / 8)
 

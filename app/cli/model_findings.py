@@ -23,8 +23,9 @@ _MOST_CHARS = 1000  # length of a text that comes from a configuration
 @dataclass(frozen=True, slots=True)
 class DescribedModel:
     """A model as its configuration describes it. refused: why it is not served; empty if it is. instead: what is served
-    in its place. packing: how its weights are packed already. Weights and KV are counted in numbers, not bytes;
-    kv_numbers is None if only loading the model tells it."""
+    in its place. packing: the form in which its files already hold packed weights (weights of fewer bits); empty: they
+    are not packed. Weights and KV are counted in numbers, not bytes; kv_numbers is None if only loading the model tells
+    it."""
 
     refused: str
     instead: str = ""
@@ -43,15 +44,16 @@ class DescribedModel:
     kv_rows: int | None = None
 
     def weight_bytes(self, form: str, itemsize: int) -> int:
-        """Return the bytes of all weights. form: how they are packed, q8 or q4; any other: not at all, with `itemsize`
-        bytes each."""
+        """Return the bytes of all weights. form: q8 or q4, in which embeddings, heads and layers are packed into about
+        8 or 4 bits a weight; in any other form every weight has `itemsize` bytes."""
         others = self.parameters - self.table_weights - self.layer_weights
         tables, layers = packed_bytes(self.table_weights, self.layer_weights, form, itemsize)
         return others * itemsize + tables + layers
 
     def shape(self, itemsize: int, max_context: int, form: str, hbm_dtype: str) -> ModelShape | None:
-        """Return the sizes of the model, with the settings model.max_context, model.weights and cache.hbm_dtype; None
-        if they are not known."""
+        """Return the sizes of the model, as a server would use it; None if they are not known. itemsize: bytes of a
+        number that is not packed. max_context, form, hbm_dtype: the settings model.max_context, model.weights and
+        cache.hbm_dtype."""
         if self.kv_numbers is None or self.kv_rows is None or not self.window_tokens:
             return None
         in_hbm = self.kv_numbers + self.kv_rows * INT8_SCALE_BYTES

@@ -66,10 +66,11 @@ def explain(
     change: Change,
     numbers: Sequence[int] | None = None,
 ) -> Divergence:
-    """Explain why a later request does not continue a recorded one. was: outline of the recorded request with its
-    answer. now: outline of the later one. was_tools: None if they are not known any more. change: where the tokens
-    differ. numbers: for each message of `now`, the index of the client's message that it begins with; -1 for one of the
-    server's own. By default they are the client's."""
+    """Explain why a later request does not continue a recorded one. was: outline (a record by digests, without text) of
+    the recorded request with its answer. now: outline of the later one. was_tools: None if they are not known any more.
+    change: where the tokens differ. numbers: for each message of `now`, the index of the client's message that it
+    begins with; -1 for a message that the server has added. None: the messages of `now` are the client's, one for
+    one."""
     for where, sentence in (_of_model(was, now), _of_arguments(was, now), _of_tools(was, now, was_tools, now_tools)):
         if sentence:
             return Divergence(None, None, where, change.token, sentence)

@@ -53,8 +53,8 @@ class Draft(ABC):
 @dataclass(frozen=True, slots=True)
 class Whole(Draft):
     """A draft that tokenizes the whole text. nearest: a recorded answer that the chat may continue, and all ids up to
-    its end. The ids with which both these and the text's begin are not stored again: the answer becomes the prompt's
-    base."""
+    the answer's end; None if there is none. The ids with which both these and the tokenized text begin are not stored
+    again: the prompt is recorded as one that continues this answer (its `Base`)."""
 
     nearest: tuple[RecordedAnswer, "array[int]"] | None  # the answer that was found, and all ids up to its end
 
@@ -87,7 +87,7 @@ class ShiftedOn(Draft):
     """A draft that continues a recorded conversation from whose beginning the client has dropped messages. It consists
     of the leading `lead` system messages, of the stored messages from number `resume_at` on, and of `rest`.
 
-    The ids that are left must decode to the rendered text, as those of any other prompt do.
+    These ids together must decode to the rendered text; otherwise `finish` returns None.
     """
 
     answer: RecordedAnswer

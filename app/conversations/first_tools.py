@@ -16,9 +16,9 @@ Find = Callable[[bytes], Awaitable[Tools | None]]
 
 
 class FirstTools:
-    """A memory of the lists of tools that tenants sent first, to be used by one thread. A list that it no longer has,
-    for example after a restart, is looked up in the transcripts. These keep a list as long as a session that was
-    recorded with it."""
+    """A memory of lists of tools, each with the keys of its JSON objects in the order in which a tenant first sent it.
+    To be used by one thread. A list that the memory no longer has, for example after a restart, is looked up in the
+    transcripts, which keep a list as long as a session that was recorded with it."""
 
     def __init__(self, *, max_bytes: int = MAX_BYTES) -> None:
         self._max_bytes = max_bytes
@@ -26,8 +26,9 @@ class FirstTools:
         self.num_bytes = 0
 
     async def first_seen(self, tenant: str, tools: Tools, find: Find) -> Offered:
-        """Return the tools with their keys in the order in which this tenant first sent equal tools. find: looks up a
-        list in the transcripts, by the key of `key_of`."""
+        """Return the tools with the keys of their JSON objects in the order in which this tenant first sent equal
+        tools. A list longer than MAX_LIST_BYTES is returned as it is. find: looks up a list in the transcripts, by the
+        key of `key_of`."""
         key, num_bytes = key_of(tools, tenant=tenant)
         if (known := self._known.get(key)) is not None:
             self._known.move_to_end(key)

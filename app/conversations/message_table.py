@@ -76,7 +76,8 @@ class MessageTable:
 
     def put(self, session: int, messages: Sequence[Message]) -> None:
         """Store the messages of a session's newest turn in place of those that were stored of the session. Only the
-        messages from the first one that differs on are written. One that merely lacks its reasoning does not differ."""
+        first message that differs from the stored one, and those after it, are written. A message that only lacks the
+        reasoning of the stored one counts as equal."""
         texts = [_as_json(message) for message in messages]
         kept = self._db.execute(
             "SELECT mark, bare FROM messages WHERE session = ? ORDER BY place", (session,)
@@ -102,8 +103,8 @@ class MessageTable:
 
     def chats(self, tenants: tuple[str, str], *, after: str, since: float, limit: int) -> list[Chat]:
         """Return the conversations whose session id comes after `after`, in the order of these ids, at most `limit`.
-        tenants: the domains to look in ("tenant" or "tenant/salt"). since: sessions whose last use, plus their extra
-        time, is earlier than this are left out."""
+        tenants: the domains to look in ("tenant" or "tenant/salt"). since: sessions whose last use, plus the extra time
+        set for them (`TranscriptStore.extend`), is earlier than this are left out."""
         return [Chat(*row) for row in self._db.execute(_LIST, (*tenants, after, since, limit))]
 
     def page(
@@ -112,7 +113,8 @@ class MessageTable:
         """Return the messages of a session after the message at index `after`: at most `limit`, and at most
         MAX_PAGE_BYTES of text unless the first one alone is longer. tenants: the domains to look in ("tenant" or
         "tenant/salt"); if several have a session of that id, it is the last used one. None if there is no such session
-        with messages, or its last use, plus its extra time, is earlier than `since`. Damaged rows are left out."""
+        with messages, or its last use, plus the extra time set for it (`TranscriptStore.extend`), is earlier than
+        `since`. Damaged rows are left out."""
         found = self._db.execute(_NEWEST, (*tenants, session_id, since)).fetchone()
         if found is None:
             return None

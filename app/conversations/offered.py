@@ -16,7 +16,7 @@ _sorted = msgspec.json.Encoder(order="sorted").encode  # ten times as fast as th
 
 @dataclass(frozen=True, slots=True)
 class Offered:
-    """The tools of a request, with their keys in the order in which the template renders them."""
+    """The tools of a request, with the keys of their JSON objects in the order in which the template renders them."""
 
     key: bytes  # the same for all lists of a tenant that are equal as JSON
     tools: Tools
@@ -30,7 +30,7 @@ class Offered:
 
 
 def key_of(tools: Tools, *, tenant: str) -> tuple[bytes, int]:
-    """Return the key under which a list of tools is kept, which does not depend on the order of the objects' keys, and
-    the list's length as JSON."""
+    """Return (key under which transcripts store this list of tools of the tenant, length of the list as JSON in bytes).
+    The order of keys in the tools' JSON objects changes neither."""
     text = _sorted(tools)
     return digest("tools", tenant, text), len(text)

@@ -103,8 +103,8 @@ class OutlineTable:
     def find(self, asked: Asked, *, session_id: str | None, since: float) -> tuple[int, Outline] | None:
         """Return (answer id, outline) of the recorded request that `asked` most likely continues; None if there is
         none. The request is looked for by the last answer in `asked` and the message before it, then by session and
-        first message, then by any answer of the session. since: sessions whose last use, plus their extra time, is
-        earlier than this are left out."""
+        first message, then by any answer of the session. since: sessions whose last use, plus the extra time set for
+        them (`TranscriptStore.extend`), is earlier than this are left out."""
         values = {
             "tail": asked.tail, "opening": asked.opening, "tenant": asked.tenant, "name": session_id or "",
             "since": since, "limit": 1,

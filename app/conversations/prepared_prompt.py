@@ -8,8 +8,8 @@ from reprise.app.conversations.rendered_chat import RenderedChat
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """The recorded answer with whose token ids a prompt begins. The first `tokens` ids are the first of that answer's
-    prompt and answer ids together."""
+    """The recorded answer with whose token ids a prompt begins. The prompt's first `tokens` ids are the first ids of
+    that answer's own prompt followed by the answer."""
 
     answer_id: int
     digest: bytes  # the answer's digest, because a database that is begun anew reuses ids

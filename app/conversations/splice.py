@@ -97,8 +97,9 @@ def prompt_alone(chat: RenderedChat, candidate: Candidate) -> Splice | None:
 
 
 def shifted(chat: RenderedChat, turn: int, answer: RecordedAnswer) -> Splice | None:
-    """Keep the whole answer messages[turn] in a chat from whose beginning the client has dropped messages. The caller
-    has to compare the text before the answer. Returns None if the template does not show where the answer stands."""
+    """Keep the whole answer messages[turn] in a chat from whose beginning the client has dropped messages. The text
+    before the answer is not checked here; the caller has to do that. Returns None if the template does not show where
+    the answer stands."""
     around = chat.around(turn)
     if around is None or not chat.text.endswith(around[1]):
         return None

@@ -55,7 +55,8 @@ class TextThread:
             return await loop.run_in_executor(self._long_executor, call)
 
     async def first_seen(self, tools: Tools, *, tenant: str) -> Offered:
-        """Return a request's tools with their keys in the order in which this tenant first sent equal tools."""
+        """Return a request's tools with the keys of their JSON objects in the order in which this tenant first sent
+        equal tools."""
         return await self._first_tools.first_seen(tenant, tools, self._find_tools)
 
     async def _find_tools(self, key: bytes) -> Tools | None:
@@ -103,14 +104,14 @@ class TextThread:
         return await self._asked(call)
 
     async def export(self, session_id: str, *, tenant: str, after: int, most: int) -> Exported:
-        """Return the answers of a session that were recorded after the one with the id `after`, packed for other
-        servers: at most the newest `most`. tenant: with the salt, if there is one. Answers that are queued to be
-        recorded are recorded first."""
+        """Return the answers of a session that were recorded after the one with the id `after`, each encoded as a row
+        that other servers can `adopt`: at most the newest `most`. tenant: with the salt, if there is one. Answers that
+        are queued to be recorded are recorded first."""
         call = partial(self._transcripts.export, session_id, tenant=tenant, after=after, most=most)
         return await asyncio.get_running_loop().run_in_executor(self._executor, call)
 
     async def adopt(self, session_id: str, rows: Mapping[bytes, bytes], *, tenant: str, now: float, after: int) -> int:
-        """Record the answers of a session that other servers have exported. rows: digest of an answer -> its packed
+        """Record the answers of a session that other servers have exported. rows: digest of an answer -> its encoded
         row. after: id of the newest answer that this server has exported. Returns the id to give as `after` to the next
         `export`."""
         call = partial(self._transcripts.adopt, session_id, rows, tenant=tenant, now=now, after=after)

@@ -62,7 +62,8 @@ def encode_row(row: TranscriptRow) -> bytes:
 
 def readable(rows: Mapping[bytes, bytes]) -> list[TranscriptRow]:
     """Return the rows that match their digests and whose bases (the answers that their prompts continue) are among
-    them. Each comes after its base. rows: digest -> packed row. What the other rows contain is tokenized anew."""
+    them. Each comes after its base. rows: digest -> encoded row. What the rows that are left out contain is tokenized
+    anew when a prompt needs it."""
     found: dict[bytes, TranscriptRow] = {}
     for mark, data in rows.items():
         try:

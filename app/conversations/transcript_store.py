@@ -312,7 +312,7 @@ class TranscriptStore:
     def chats(self, tenants: tuple[str, str], *, after: str, since: float, limit: int) -> list[Chat]:
         """Return the conversations whose messages are stored and whose session id comes after `after`, in the order of
         these ids, at most `limit`. tenants: the domains to look in ("tenant" or "tenant/salt"). since: sessions whose
-        last use, plus their extra time, is earlier than this are left out."""
+        last use, plus their extra time (`extend`), is earlier than this are left out."""
         return self._messages.chats(tenants, after=after, since=since, limit=limit)
 
     @_forgiving(lambda: None, is_asked=True)
@@ -320,7 +320,8 @@ class TranscriptStore:
         self, tenants: tuple[str, str], session_id: str, *, after: int, since: float, limit: int
     ) -> MessagePage | None:
         """Return the messages of a session after the message at index `after`, as `MessageTable.page` does; None if
-        there is no such session with messages, or its last use, plus its extra time, is earlier than `since`."""
+        there is no such session with messages, or its last use, plus its extra time (`extend`), is earlier than
+        `since`."""
         return self._messages.page(tenants, session_id, after=after, since=since, limit=limit)
 
     def export(self, session_id: str, *, tenant: str, after: int, most: int) -> Exported:

@@ -242,13 +242,13 @@ class Transcripts:
             return self._store.message_page(tenants, session_id, after=after, since=now - self._ttl_s, limit=limit)
 
     def export(self, session_id: str, *, tenant: str, after: int, most: int) -> Exported:
-        """Return the answers of a session that were recorded after the one with the id `after`, packed for other
-        servers: at most the newest `most`. tenant: with the salt, if there is one."""
+        """Return the answers of a session that were recorded after the one with the id `after`, each encoded as a row
+        that other servers can `adopt`: at most the newest `most`. tenant: with the salt, if there is one."""
         with self._lock:
             return self._store.export(session_id, tenant=tenant, after=after, most=most)
 
     def adopt(self, session_id: str, rows: Mapping[bytes, bytes], *, tenant: str, now: float, after: int) -> int:
-        """Record the answers of a session that other servers have exported. rows: digest of an answer -> its packed
+        """Record the answers of a session that other servers have exported. rows: digest of an answer -> its encoded
         row. after: id of the newest answer that this server has exported. Returns the id to give as `after` to the next
         `export`."""
         with self._lock:

@@ -37,9 +37,8 @@ class _Unappended:
 class StoredItems:
     """The items of conversations: those in a store, and those that the store could not take yet, which are kept in
     memory. They are appended to the store, in order, as soon as it takes items again. If the items in memory take more
-    than `max_bytes`, those of the conversation that has waited longest are dropped, of the tenant with the most bytes;
-    all are lost when the process ends. Used from the event loop. Raises NotStored, TooLong and what the store
-    raises."""
+    than `max_bytes`, the tenant with the most bytes loses those of its conversation that has waited longest. All are
+    lost when the process ends. Used from the event loop. Raises NotStored, TooLong and what the store raises."""
 
     def __init__(self, store: Store, *, max_bytes: int = MAX_BYTES) -> None:
         self._store, self._max_bytes = store, max_bytes

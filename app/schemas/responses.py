@@ -113,8 +113,9 @@ class ReasoningItem(Part):
     encrypted_content: str | None = None
 
     def as_stored(self) -> dict[str, Any]:
-        """Return the item with its thought in plain text. If the thought itself did not come back, its summary is kept
-        in its place: this server's summaries are the whole thought."""
+        """Return the item with its reasoning in plain text. If that did not come back, the summary is kept in its
+        place, because this server's summaries are the whole reasoning. The sealed form (`encrypted_content`) is left
+        out."""
         content = [{"type": "reasoning_text", "text": self.content}] if self.content else []
         summary = [{"type": "summary_text", "text": self.summary}] if self.summary and not content else []
         return {"type": "reasoning", "summary": summary, "content": content}

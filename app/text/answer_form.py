@@ -52,7 +52,7 @@ Write a call as in this example:
 
 @dataclass(frozen=True, slots=True)
 class AnswerForm:
-    """The form in which a model takes tools, and writes calls and thoughts.
+    """The form in which a model takes tools, and writes tool calls and thoughts (its reasoning).
 
     found: what its template shows. special_ids: the ids of those special tokens that mark calls and thoughts.
     """

@@ -17,8 +17,9 @@ _SPACE = " \t\n\r\f\v"
 class AnswerParser(AnswerWriter):
     """Parses the answer of one choice.
 
-    A leading thought is reasoning. A call inside an open thought ends it. Calls of functions that are not wanted are
-    treated as content, because no client could answer them.
+    A thought with which the answer begins is reasoning. A tool call inside an open thought ends the thought. Calls of
+    functions that the request does not allow (`Wanted.tools`) are treated as content, because no client could answer
+    them.
     """
 
     def __init__(

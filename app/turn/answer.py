@@ -189,7 +189,8 @@ class Answer:
 
     def note(self, output: Output) -> None:
         """Record what the engine reports with an output: where the prompt's KV came from, and timings. For an answer
-        that another server began, the report of that server is kept; only its count of truncated tokens is updated."""
+        that another server began, that server's report and timings are kept if it made a report; only the report's
+        count of truncated tokens is updated."""
         self.accepted_predictions += output.accepted_predictions
         self.rejected_predictions += output.rejected_predictions
         if not self.is_resumed or self.report is None:

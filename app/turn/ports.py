@@ -53,8 +53,8 @@ class EnginePort(Protocol):
 
 
 def codec_in_use(model: ModelInfo, stats: Stats | None) -> str:
-    """Return the name of the codec that may change KV, by the engine's last report; `raw` if there is none or it was
-    condemned."""
+    """Return the name of the codec that may change KV, by the engine's last report; `raw`, which leaves KV as it is, if
+    there is none or the engine has condemned it (found that it must not be used)."""
     return "raw" if stats is not None and stats.codec_condemned else model.codec
 
 

@@ -9,8 +9,8 @@ from reprise.engine.messages import ModelInfo
 
 @dataclass(frozen=True, slots=True)
 class TokenLimits:
-    """The limits of prompts and answers, in tokens. truncates: whether the earliest history is dropped when the window
-    is full; otherwise a prompt that does not fit is refused, and an answer ends at the window's end."""
+    """The limits of prompts and answers, in tokens. truncates: whether the earliest history is dropped when the context
+    window is full; otherwise a prompt that does not fit is refused, and an answer ends at the window's end."""
 
     window: int  # the model's window
     truncates: bool

@@ -26,8 +26,8 @@ _SAME_OF_ANSWERS = ("stream", "temperature", "top_p", "top_k", "seed", "timeout"
 
 
 def chat_request(request: CountTokensRequest, seal: ThoughtSeal, losses: Losses) -> ChatCompletionRequest:
-    """Return the equivalent chat request. losses: takes the names of parts that cannot be read. Raises ApiError if the
-    request is invalid."""
+    """Return the equivalent chat request. seal: opens the thoughts that come back only in a sealed form
+    (`ThoughtSeal`). losses: takes the names of parts that cannot be read. Raises ApiError if the request is invalid."""
     body: dict[str, Any] = {name: value for name in _SAME if (value := getattr(request, name)) is not None}
     system = _without_billing(request.system or [])
     messages = [{"role": "system", "content": _joined(system)}] if system else []

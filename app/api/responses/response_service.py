@@ -128,8 +128,9 @@ class Responses:
         ttl_s: float,
         max_referred_bytes: int,
     ) -> None:
-        """Set up. ttl_s: seconds after which an unused response expires. max_referred_bytes: the most bytes of stored
-        items that the `item_reference` items of one request may add to it."""
+        """Set up. seal: makes and opens sealed thoughts, which clients can keep and send back. ttl_s: seconds after
+        which an unused response expires. max_referred_bytes: the most bytes of stored items that the `item_reference`
+        items of one request may add to it."""
         self.store = store
         self.records = StoredResponses(store, ttl_s=ttl_s)
         self.items = StoredItems(store)
@@ -166,10 +167,12 @@ class Responses:
     async def stored(
         self, tenant: str, items: Sequence[InputItem], history: Sequence[Item], losses: Losses
     ) -> list[Item]:
-        """Return a request's items in the form in which they are stored: each reference is replaced by the item that it
-        names, and sealed thoughts by their text. Only items that were stored before have ids. history: items that
-        references may name, in addition to those of stored responses. losses: gets a name if a seal is not ours. Raises
-        ApiError 404, and 400 for references to more bytes than a request may hold."""
+        """Return a request's items in the form in which they are stored. Each reference is replaced by the item that it
+        names. Reasoning that comes back only sealed (`encrypted_content`, see `ThoughtSeal`) is replaced by its text;
+        if this server cannot open the seal, `losses` gets the name of that field, and a summary is kept if there is
+        one. Only items that references name have ids. history: items that references may name, in addition to those of
+        stored responses. Raises ApiError: 404 for a reference to no such item, 400 for references to more bytes than a
+        request may hold."""
         known = {item["id"]: item for item in history}
         looked: set[tuple[str, bool]] = set()
         found: list[Item] = []

@@ -33,7 +33,7 @@ class Served:
 
     @property
     def way_to_longer(self) -> str:
-        """Advice on how to get a longer window, for a window that is too short."""
+        """Advice on how to get a longer context window, for the case that the present one is too short."""
         advice = "serve a model with a longer window"
         if self.window < self.own_window:
             advice += ", or raise model.max_context, or cache.hbm_tokens where that ends it"

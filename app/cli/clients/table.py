@@ -310,7 +310,7 @@ CLIENTS = {
 
 
 def word_on_window(client: Client, window: int) -> str:
-    """Return a sentence that this window is too small for a client; empty if it is not."""
+    """Return a sentence that a context window is too small for a client; empty if it is not. window: in tokens."""
     room = window - client.first_tokens
     if not client.first_tokens or room >= WORK_TOKENS:
         return ""
@@ -320,7 +320,8 @@ def word_on_window(client: Client, window: int) -> str:
 
 
 def word_on_agents(window: int) -> str:
-    """Return a sentence that names the coding agents for which this window is too small; empty if there are none."""
+    """Return a sentence that names the coding agents for which a context window is too small; empty if there are none.
+    window: in tokens."""
     agents = [client for client in CLIENTS.values() if client.first_tokens]
     cramped = sorted((client for client in agents if word_on_window(client, window)), key=lambda one: -one.first_tokens)
     if not cramped:

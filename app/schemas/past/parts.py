@@ -86,9 +86,9 @@ def line(what: str, said: object) -> str:
 
 
 def asked_at(roles: Sequence[object]) -> int | None:
-    """Return the index of the message that the request asks about: the last one of a user, unless an answer follows it.
-    None if there is none. A message of the model that is the last of all does not count as an answer, since the model
-    is to continue it. roles: for each message "assistant" if the model made it, "user" if a user did, else anything.
+    """Return the index of the message that the request asks about: the last one of a user. None if there is none, or if
+    an answer follows it. A message of the model that is the very last does not count as an answer, since the model is
+    to continue it. roles: for each message "assistant" if the model made it, "user" if a user did, else anything.
 
     Earlier messages are history, even without an answer between them and the last: a message that was refused comes
     back with the next one."""

@@ -22,8 +22,8 @@ SPACE = re.compile(r"\s*")
 class Progress(Enum):
     """The state of a reader after a read.
 
-    MORE: it needs more text. OVER: its calls are complete, and the text that it has not taken is the answer's. TEXT:
-    what looked like a call is none, and the text belongs to the answer.
+    MORE: it needs more text. OVER: its calls are complete, and the text that it has not taken comes after them in the
+    answer. TEXT: what looked like a call is none, and the text is plain text of the answer.
     """
 
     MORE = auto()
@@ -32,10 +32,11 @@ class Progress(Enum):
 
 
 class Calls(Protocol):
-    """The calls of an answer. Readers add calls to it while they read them."""
+    """A collector of the tool calls in one model answer. A reader (a parser of calls) adds each call that it finds:
+    `begin` with the function's name, then `add` with each piece of its arguments."""
 
     def knows(self, name: str) -> bool:
-        """Return whether a function of this name may be called. Text that looks like a call to another one stays
+        """Return whether a function of this name may be called. Text that looks like a call of another function stays
         text."""
         ...
 
@@ -51,12 +52,12 @@ class Calls(Protocol):
 
 
 class Reader(Protocol):
-    """A parser of one call, or of several in a row, from text that comes in pieces."""
+    """A parser of one tool call, or of several in a row, from text that comes in pieces."""
 
     def read(self, text: str, calls: Calls, *, final: bool) -> tuple[int, Progress]:
         """Read text and add the calls in it to `calls`. Returns how many characters were taken, and the state. text:
-        from the marker on that may open a call, or else from where the last read ended. final: whether no more text
-        will come."""
+        all that has arrived and was not taken yet; until something was taken, it begins where a call may begin. final:
+        whether no more text will come."""
         ...
 
 

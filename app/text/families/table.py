@@ -15,7 +15,7 @@ from reprise.app.text.families.tagged_calls import TaggedCalls
 
 
 class Shape(Protocol):
-    """A way to write calls: how they are read from an answer, written into a prompt, and forced by a grammar."""
+    """A way to write tool calls: how they are read from an answer, written into a prompt, and forced by a grammar."""
 
     @property
     def openings(self) -> tuple[str, ...]:
@@ -45,7 +45,7 @@ class Shape(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """The models that write calls and thoughts in the same way.
+    """The models that write tool calls and thoughts (their reasoning) in the same way.
 
     shapes: how they may write calls; the first is what they are taught. signs: patterns; one found in what a template
     renders, or in the texts of the added tokens, shows that the model is of this family. thoughts: name in THOUGHTS of

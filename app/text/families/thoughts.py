@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Thoughts:
-    """The marks that a model writes before and after a thought, with which an answer may begin. trim: the characters of
-    white space next to the marks that are not part of the thought."""
+    """The marks that a model writes before and after a thought (its reasoning), with which an answer may begin. trim:
+    the characters of white space next to the marks that are not part of the thought."""
 
     open: str
     close: str
