@@ -93,7 +93,8 @@ class LookAhead:
         is_reading: Callable[[], bool],
         reuse: bool,
     ) -> None:
-        """Set up. is_reading: returns whether a request waits for bytes from disk or Redis."""
+        """Set up. is_reading: returns whether a request waits for bytes from disk or Redis. reuse: whether stored KV is
+        used at all; if not, nothing is fetched."""
         self._tiers, self._table, self._dram, self._fetches = tiers, tiers.table, tiers.dram, tiers.fetches
         self._sessions = sessions
         self._running = running

@@ -67,7 +67,7 @@ class CacheManager:
     view        for the scheduler: what is stored of a request, and room for it
     parking     for the engine: contexts that HBM cannot hold
     requests    for the engine: a request from its arrival to its end
-    sessions    for the session directory: what turns have left
+    sessions    for the session directory: contexts of sessions between their turns
 
     The methods here are for the engine's loop: what has ended, what comes, and what is to be moved for it.
     """
@@ -202,9 +202,9 @@ class CacheManager:
 
     def plan(self, line: WaitingLine, starting: int, now: float) -> None:
         """Decide what is done while the next step runs: give up loads that would take longer than computing, save
-        blocks that found no slot before, fetch for waiting turns (AttentionStore §3.3), write the KV that turns have
-        left, and make room. line: the waiting requests. The first `starting` of them get a place in the batch: they
-        load for themselves, layer by layer. now: seconds on the engine's monotonic clock."""
+        blocks that found no slot before, fetch for waiting turns (AttentionStore §3.3), write to disk and Redis what
+        turns have computed, and make room. line: the waiting requests. The first `starting` of them get a place in the
+        batch: they load for themselves, layer by layer. now: seconds on the engine's monotonic clock."""
         # Each part is skipped when there is nothing to do, as in most steps.
         tiers = self.tiers
         self._loads.now = self.parking.now = now
@@ -262,7 +262,7 @@ class CacheManager:
     def condemn_codec(self) -> None:
         """Stop using the codec and the KV that it has changed: no request finds a block that it has compressed, or one
         that was computed on such a block. Running requests finish with the KV they have. Later ones are served as if
-        they had asked for exact KV."""
+        they had asked for exact KV, that is KV that no codec has changed."""
         self.tiers.condemn_codec()
         self.sessions.codec_condemned()
 

@@ -22,8 +22,8 @@ _SWEEP_BATCH = 100  # sessions that expire at once: a tenth of a millisecond eac
 
 
 class SessionStore:
-    """A store of sessions' contexts between their turns. The Lifecycle reports ended turns, the engine's loop sweeps
-    and restores, and requests about sessions arrive here, all on the engine's thread."""
+    """A store of sessions' contexts between their turns. The Lifecycle reports ended turns, the engine's loop calls
+    `sweep` and `restore`, and requests about sessions arrive here, all on the engine's thread."""
 
     def __init__(
         self,

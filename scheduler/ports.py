@@ -61,15 +61,16 @@ class CacheView(Protocol):
         ...
 
     def admit(self, request_id: str, num_tokens: int) -> int | None:
-        """Pin the request's cached blocks and reserve room for `num_tokens` rows after its resident tokens. Return the
-        number of leading rows that need no computing, or None, with nothing changed, when HBM has no room. That number
-        is usually `resident_tokens`. It is less if some cached blocks had to be copied into the request's own pages,
-        nothing else runs, and HBM had no room for both a block and its copy."""
+        """Pin the request's cached blocks and reserve room for `num_tokens` rows (a row is the KV of one token) after
+        its resident tokens. Return the number of leading rows that need no computing, or None, with nothing changed,
+        when HBM has no room. That number is usually `resident_tokens`. It is less if some cached blocks had to be
+        copied into the request's own pages, nothing else runs, and HBM had no room for both a block and its copy."""
         ...
 
     def grow(self, request_id: str, num_tokens: int) -> int:
-        """Reserve room in HBM for `num_tokens` rows after the computed ones. Return for how many rows there is room
-        now, which may be more; 0, with nothing changed, if HBM is full."""
+        """Reserve room in HBM for `num_tokens` rows (a row is the KV of one token) after the computed ones. Return for
+        how many rows there is room now, which may be more than `num_tokens`; 0, with nothing changed, if HBM is
+        full."""
         ...
 
     def stall_s(self, request_id: str) -> float:

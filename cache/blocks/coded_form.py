@@ -25,8 +25,9 @@ class CodedForm:
         return self.is_used and not (row.is_open or row.decoded or row.kept_raw)
 
     def awaits(self, row: BlockRow) -> bool:
-        """Return whether a block has to be compressed before its rows leave DRAM. False for a block with a copy on disk
-        or in Redis: that copy was compressed when it was written, if the codec may compress the block at all."""
+        """Return whether a block has to be compressed before its rows (its uncompressed KV) leave DRAM. False for a
+        block with a copy on disk or in Redis: that copy was compressed when it was written, if the codec may compress
+        the block at all."""
         may_be = self._has_slots and not self.is_condemned and self.fits(row)
         return may_be and "coded" not in row.copies and not row.is_below_dram
 

@@ -16,7 +16,8 @@ MAX_DROPPED = 2048
 
 
 class SavedContext(msgspec.Struct, frozen=True, array_like=True):
-    """A session's context in the form in which it is stored: on disk next to its blocks, and in heads."""
+    """A session's context in the form in which it is stored: on disk next to its blocks, and in heads (the signed
+    records by which another server takes over a session)."""
 
     keys: tuple[bytes, ...]
     plain: int
@@ -44,8 +45,8 @@ _decode = msgspec.msgpack.Decoder(SavedWithDropped).decode
 
 @dataclass(slots=True)
 class SessionContext:
-    """A session's context at the end of its last turn: full blocks in order, then the open block. The blocks themselves
-    may no longer exist; the cache table knows which do."""
+    """A session's context at the end of its last turn: full blocks in order, then the open block (the last one, which
+    is not full). The blocks themselves may no longer exist; the cache table knows which do."""
 
     lineage: Lineage
     open_key: BlockKey | None

@@ -52,15 +52,15 @@ _decode = msgspec.msgpack.Decoder(SessionHead).decode
 
 def encode_head(record: SessionRecord, turns: int, extents: Sequence[bytes], key: bytes) -> bytes:
     """Encode and sign the head of a session after `turns` turns. extents: names of the session's extents in Redis;
-    those beyond MAX_EXTENTS are left out."""
+    those beyond MAX_EXTENTS are left out. key: signs the head."""
     names = tuple(extents[:MAX_EXTENTS])
     body = _encode(SessionHead(HEAD_VERSION, turns, *record.names, record.context, record.pinned, record.ttl_s, names))
     return _mac(body, key) + body
 
 
 def decode_head(data: bytes, names: tuple[str, str, str], key: bytes) -> SessionHead:
-    """Verify and decode the head of a session. names: (tenant, salt, session id). The signature is checked before
-    anything else is decoded. Raises BadHead."""
+    """Verify and decode the head of a session. names: (tenant, salt, session id). key: the one that `encode_head` has
+    signed with. The signature is checked before anything else is decoded. Raises BadHead."""
     if len(data) > 2 * MAX_CONTEXT_BYTES or not hmac.compare_digest(data[:_MAC_BYTES], _mac(data[_MAC_BYTES:], key)):
         raise BadHead("not signed with this server's secret for this model")
     try:

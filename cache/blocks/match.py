@@ -9,7 +9,8 @@ from reprise.cache.blocks.table import BlockRow
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The leading rows of a context that are stored somewhere: whole blocks, then `partial_rows` rows of one more."""
+    """The leading rows of a context (a row is the KV of one token) that are stored in some tier: whole blocks, then the
+    first `partial_rows` rows of one more."""
 
     rows: list[BlockRow]
     partial: BlockRow | None

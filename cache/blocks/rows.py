@@ -10,9 +10,9 @@ PARKED = -1
 
 @dataclass(slots=True)
 class ContextRows:
-    """The pages of a running context. Row p of the context is row p % page_size of pages[p // page_size], unless that
-    page is PARKED: its rows are only in DRAM. The Placer adds pages, the Lifecycle counts rows, and the Publisher
-    removes the pages."""
+    """The pages of a running context. Row p of the context, which is the KV of its token p, is row p % page_size of
+    pages[p // page_size], unless that page is PARKED: its rows are only in DRAM. The Placer adds pages, the Lifecycle
+    counts rows, and the Publisher removes the pages."""
 
     pages: list[int] = field(default_factory=list)  # pinned, in order; empty while the request waits
     computed: int = 0  # leading rows that hold KV now, or will before they are read

@@ -12,7 +12,7 @@ KEY_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class StoredBlock:
-    """One block inside an extent."""
+    """One block inside an extent (blocks that are written together and deleted together)."""
 
     key: BlockKey  # 16 bytes
     parent: BlockKey
@@ -60,7 +60,7 @@ def is_coded(extent: int | bytes) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class RedisExtent:
-    """An extent in Redis, described by its header."""
+    """An extent (blocks that are stored and deleted together) in Redis, described by its header."""
 
     name: bytes  # a keyed hash of the header, and so of all that is in it
     session: SessionRecord  # as it was when the extent was written
@@ -70,7 +70,7 @@ class RedisExtent:
 
 @dataclass(frozen=True, slots=True)
 class ExtentInfo:
-    """An extent, described by the storage that has it."""
+    """An extent (blocks that are stored and deleted together), described by the storage that has it."""
 
     extent_id: int  # never used twice in a directory; increases in order of writing
     session: SessionRecord  # as it was when the extent was written

@@ -125,8 +125,8 @@ class Lifecycle:
 
     def void(self, request_id: str) -> int:
         """Take the pages from a request whose load has failed or is late, and let no other request find what it has
-        computed with that load. Recalled blocks that could not be read leave its context. Returns the number of tokens
-        that were dropped with them."""
+        computed with that load. Recalled blocks (once dropped from the window, then brought back) that could not be
+        read leave its context. Returns the number of tokens that were dropped with them."""
         context = self._running[request_id]
         self._publisher.void(context)
         return self._opener.forget_unreadable(context)
@@ -151,9 +151,9 @@ class Lifecycle:
 
     def close(self, request_id: str, num_tokens: int, now: float, *, goes_on: bool = True) -> None:
         """End a request whose context is its first `num_tokens` tokens (a stop string may have shortened it). Pages
-        that nothing else needs become free, and full blocks stay cached. The request's context replaces the session's.
-        The session's context stays as it was if nothing was computed, or if `goes_on` is False: the conversation is not
-        expected to continue from there."""
+        that nothing else needs become free, and full blocks stay cached. The request's context replaces the session's,
+        except in two cases, in which the session's stays as it was: nothing was computed, or `goes_on` is False (the
+        conversation is not expected to continue from there)."""
         context = self._running.end(request_id)
         self._tiers.scores.clear(request_id)
         self._loads.closed(request_id)

@@ -24,12 +24,14 @@ def first_token_s(load_s: float, compute_s: float, num_layers: int) -> float:
 def choose_load(blocks: Sequence[LoadOption], rates: Rates, new_tokens: int) -> int:
     """Return how many leading blocks to load; the others are computed with the `new_tokens` after them.
 
-    Loads all of them if the first token then comes no later than if all were computed, because loading leaves the
-    processors to others. Otherwise returns the number with which the first token comes soonest; 0: computing all is
-    fastest. Adds one more block now and then to measure the link again (`Rates.is_look_due`).
+    Returns len(blocks) if the first token then comes no later than if all were computed, even if loading only some were
+    faster still, because loading leaves the processors to others. Otherwise returns the number with which the first
+    token comes soonest; 0: computing all is fastest. In this second case one more block is added now and then, to
+    measure the link again (`Rates.is_look_due`).
 
-    There is one load stream, so the times of all directions add up. If a tier becomes faster, the result never becomes
-    smaller, because the time saved is largest where most blocks are loaded.
+    All directions (`dram_to_hbm`, `disk_to_hbm` and so on) are taken to share one load stream, so their times add up.
+    If a tier becomes faster, the result, without the block that is added to measure, never becomes smaller, because the
+    time saved is largest where most blocks are loaded.
     """
     tokens = new_tokens + sum(block.num_tokens for block in blocks)
     best, best_s = 0, rates.compute_s(tokens)

@@ -40,8 +40,8 @@ class Publisher:
         self._reuse = reuse
 
     def publish(self, context: RequestContext) -> None:
-        """Enter the context's blocks that have become full in the table. Enter blocks that were copied to another
-        position in the context at their new page."""
+        """Enter in the table those blocks of the context that have become full. For blocks that were copied to another
+        position in the context, enter their new page."""
         for block, (key, page) in context.rows.moved.items():
             self._hbm.settle(key, page, block * BLOCK_TOKENS % self._page_size, block * BLOCK_TOKENS, hop=True)
         context.rows.moved = {}

@@ -64,7 +64,8 @@ class Recaller:
             self._exchange(context, places[:count], victims[:count])
 
     def unreadable(self, context: RequestContext) -> list[Range]:
-        """Return the ranges of a context that were recalled and are not stored any more, or could not be read."""
+        """Return those recalled ranges of a context that cannot be used: they are not stored any more, or could not be
+        read."""
         lost = []
         for block in sorted(context.cuts.recalled):
             start = map_offset(block * BLOCK_TOKENS, context.cuts.ranges)

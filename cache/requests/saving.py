@@ -76,8 +76,8 @@ class Saver:
         self._saves.fill_from_page(FillFromPage(page, row % self._page_size, slot, first, num_rows, row))
 
     def seal(self, context: RequestContext, block: int, row: BlockRow | None, num_rows: int) -> None:
-        """Mark the slot of a block as complete, whether the block is full or its context has ended. row: the block's
-        row in the table; None: give the slot back."""
+        """Mark the slot of a block as complete, because the block is full, or because its context has ended before
+        that. row: the block's row in the table; None: give the slot back."""
         context.saving.unsaved.discard(block)
         slot = context.saving.slots.pop(block, None)
         if slot is None:

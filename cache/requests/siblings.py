@@ -14,8 +14,8 @@ class Siblings:
         self._table, self._hbm, self._saves, self._fetches = tiers.table, tiers.hbm, tiers.dram.saves, tiers.fetches
 
     def claim(self, key: BlockKey, request_id: str) -> None:
-        """Note that a request is about to compute or load a block, so that others wait for it, unless another request
-        has claimed the block before."""
+        """Note that a request is about to compute or load a block, so that others wait for it. Does nothing if another
+        request has claimed the block before."""
         self.coming.setdefault(key, request_id)
 
     def settle(self, key: BlockKey, request_id: str) -> None:

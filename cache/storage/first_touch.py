@@ -80,9 +80,10 @@ class _Pages:
 
 
 class FirstTouch:
-    """A part that touches memory ahead of its use. Called by the engine's thread; short-lived threads of the lowest
-    priority do the work, one at a time. Contents never change, so this may run at any time. Does nothing where the
-    kernel does not support it, and for memory that is page-locked or on a device."""
+    """A part that touches memory ahead of its use: it has the kernel provide physical pages for it, so that a
+    computation need not wait for them. Called by the engine's thread; short-lived threads of the lowest priority do the
+    work, one at a time. Contents never change, so this may run at any time. Does nothing where the kernel does not
+    support it, and for memory that is page-locked or on a device."""
 
     def __init__(self, *, pages: Sequence[KvPages], slab: Slab) -> None:
         self._slots: _Slots | None = None

@@ -86,9 +86,9 @@ class DiskIndex:
             return False
 
     def add(self, info: ExtentInfo, *, stamp: int) -> None:
-        """Add a row for the extent, now or with a later change. Its session record becomes the session's newest, unless
-        the index has one with a later stamp, or the extent's record is empty. After an error the batched rows are lost,
-        and their extents are known only by their headers."""
+        """Add a row for the extent, now or, in one batch with others, with a later change. Its session record becomes
+        the session's newest, unless the index has one with a later stamp, or the extent's record is empty. After an
+        error the rows of the batch are lost, and their extents are known only by their headers."""
         data = msgspec.msgpack.encode(info)
         with self._lock:
             self._extents.append((info.extent_id, data, self._mac(info.extent_id, data)))

@@ -72,8 +72,9 @@ class Fetches:
     def fetch(self, rows: Iterable[BlockRow], newcomer: SessionName) -> bool:
         """Order that those blocks of `rows` which are on disk or in Redis but not in DRAM be fetched into DRAM, as far
         as there is room. newcomer: the session for which they are fetched; to make room, only blocks are evicted that
-        should leave before one of its blocks. No more slots are filled than blocks may stay in DRAM; `trim` would evict
-        the excess at once. Returns whether all were ordered. While the disk is not used, its blocks are left out."""
+        should leave before one of its blocks. No more slots are filled than blocks may stay in DRAM; `Dram.trim` would
+        evict the excess at once. Returns whether all were ordered. While the disk is not used, its blocks are left
+        out."""
         from_disk, from_redis = [], []
         wanted = [row for row in rows if row.is_below_dram and not row.in_dram and row.key not in self._coming]
         if self._disk.problem is not None:

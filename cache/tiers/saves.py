@@ -21,8 +21,8 @@ class _Ticket:
 
 
 class Saves:
-    """The saves under way into slots for rows. The Saver orders saves and the CacheManager reports their end, on the
-    engine's thread."""
+    """The saves under way: copies of KV rows into the DRAM slots for uncompressed blocks. The Saver orders saves and
+    the CacheManager reports their end, on the engine's thread."""
 
     def __init__(
         self, *, table: CacheTable, pages: PageAllocator, rows: SlotTier, dirty: DirtyBlocks, orders: Orders
@@ -49,13 +49,14 @@ class Saves:
         return slot if ticket is None else self._tickets[ticket].slot
 
     def fill_from_slot(self, source: int, slot: int, num_rows: int) -> None:
-        """Order the first rows of `slot` to be copied from another slot, which stays unchanged until then."""
+        """Order the first rows of `slot` to be copied from the slot `source`, which stays pinned until the save has
+        ended."""
         self._rows.pin(source)
         self._sources.setdefault(slot, ([], []))[1].append(source)
         self._orders.add(FillFromSlot(source, slot, num_rows))
 
     def fill_from_page(self, move: FillFromPage) -> None:
-        """Order rows to be copied from a page to a slot. The page stays pinned until then."""
+        """Order rows to be copied from a page to a slot. The page stays pinned until the save has ended."""
         self._pages.pin(move.page)
         self._sources.setdefault(move.slot, ([], []))[0].append(move.page)
         self._orders.add(move)
@@ -78,8 +79,9 @@ class Saves:
             self._tickets[ticket].row = None
 
     def on_saved(self, ticket_id: int) -> None:
-        """Record that a slot is complete. Its block is in DRAM from now on, and is to be written to disk, unless the
-        save was cancelled or DRAM has the block already."""
+        """Record that a slot is complete. From now on its block is in DRAM and, if it has an owner and is not on disk,
+        is to be written there. But if the save was cancelled, DRAM has the block already, or DRAM was quarantined (is
+        no longer used), only the slot is given back."""
         self._dirty.changes += 1
         ticket = self._tickets.pop(ticket_id)
         pages, slots = self._sources.pop(ticket.slot, ([], []))

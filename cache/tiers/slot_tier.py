@@ -17,8 +17,8 @@ class SlotTier:
     those for compressed blocks (`coded`). Dram and the CacheManager's other parts call it, on the engine's thread. With
     no slots everything is a no-op.
 
-    A block may be in both. Then its rows, which are exact, are loaded. They can be evicted without a loss when their
-    slot is wanted, because the compressed copy covers them.
+    A block may be in both. Then its rows, which no codec has changed, are loaded. They can be evicted without a loss
+    when their slot is wanted, because the compressed copy covers them.
     """
 
     def __init__(

@@ -115,7 +115,8 @@ class WriteBehind:
         return bool(is_open and self._disk.problem is None and len(self._writes) < _MAX_WRITES and self._dirty.sessions)
 
     def _write_blocks(self, is_running: IsRunning, runners: int, record: RecordOf, now: float) -> None:
-        """Write blocks that turns have left in DRAM, and those of running turns too when slots are scarce."""
+        """Order writes of the blocks in DRAM of turns that have ended, and of running turns too when slots are
+        scarce."""
         self._refused_until(0.0)
         pressed = self._dram.is_pressed
         if runners != self._runners:

@@ -13,8 +13,8 @@ from reprise.cache.transfer.device_streams import Fence
 @dataclass(slots=True)
 class Captured:
     """The KV of one step before rotation, per layer [tokens, kv_heads, dim]; or the input of its layers' attention,
-    [tokens, 1, width]. These are the step's own tensors, not copies. layers: the layers whose rows are here; the others
-    have saved their rows themselves."""
+    [tokens, 1, width]. These are the step's own tensors, not copies. layers: the layers whose rows (KV of one token
+    each) are here; the kernels of the other layers have written theirs to DRAM themselves."""
 
     keys: list[Tensor] = field(default_factory=list)
     values: list[Tensor] = field(default_factory=list)
@@ -70,7 +70,9 @@ class CaptureSink:
 
 @dataclass(frozen=True, slots=True)
 class CapturedRows:
-    """The rows of a step that are to be saved. ready: a fence, which is passed when they have been computed."""
+    """The KV of one step (a row per token of its batch) with orders which of the rows to save in DRAM. step: refers to
+    the step's own tensors, and so keeps them alive; nothing is copied yet. pieces: which rows go to which DRAM slots.
+    ready: a fence, which is passed when the rows have been computed."""
 
     step: Captured
     pieces: list[CapturePiece]

@@ -12,9 +12,10 @@ from reprise.kernels.row_copies import copy_into_blocks
 
 
 def place_rows(slab: Slab, captures: Sequence[CapturedRows], layers: Sequence[int]) -> None:
-    """Copy the rows of `layers` that steps have left (`captures`) into their DRAM slots. The copy is complete on
-    return, or on CUDA when the current stream is done; that stream must wait for the steps' stream. Every step must
-    have captured exactly these layers. Called by the saving thread, or on CPU in bf16 by the engine's."""
+    """Copy the KV rows that some steps have computed (`captures`) into their DRAM slots, for these layers only. The
+    copy is complete on return, or on CUDA when the current stream is done; that stream must wait for the steps' stream.
+    Every step must have captured exactly these layers. Called by the saving thread, or on CPU in bf16 by the
+    engine's."""
     targets = slab.parts(layers)
     sources: list[Sequence[Tensor]] = [capture.step.parts for capture in captures]
     pieces = [

@@ -85,9 +85,8 @@ class SaveStream:
 
     def places(self, pieces: list[CapturePiece], num_rows: int) -> SavedRows | None:
         """Return where the kernels of a step are to save its rows in DRAM while they compute them; None: they cannot do
-        so, and `save` has to. pieces:
-        which rows of the batch go to which slots. num_rows: rows of the batch. The rows must not depend on a load under
-        way. Call `save` after the step in both cases."""
+        so, and `save` has to do it. pieces: which rows of the batch go to which slots. num_rows: rows of the batch. The
+        rows must not depend on a load under way. Call `save` after the step in both cases."""
         if self._blocks is None:
             return None
         if num_rows == 1 and pieces:  # most steps while one client is served, where microseconds count

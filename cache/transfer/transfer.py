@@ -190,8 +190,7 @@ class Transfer:
 
     def places(self, pieces: list[CapturePiece], num_rows: int) -> SavedRows | None:
         """Return where the kernels of a step are to save its rows in DRAM while they compute them; None: they cannot do
-        so, and `save` has to. pieces:
-        which rows of the batch go to which slots. num_rows: rows of the batch."""
+        so, and `save` has to do it. pieces: which rows of the batch go to which slots. num_rows: rows of the batch."""
         return self._saves.places(pieces, num_rows)
 
     def reader_of(self, blocks: Sequence[BlockLoad]) -> SlotReader:

@@ -105,8 +105,9 @@ class _Replica:
 class FleetSimulation:
     """A simulated run. Deterministic: chance comes from the workload and `config.seed`.
 
-    histories: session id -> tokens of history that a conversation has at the start. Each such session has a home,
-    chosen by hashing whatever the policy is. The home has the history's KV, and Redis has none of it.
+    histories: session id -> tokens of history that a conversation has at the start. Each such session has a home (a
+    replica), which is chosen by hashing, whatever the routing policy is. The home has the history's KV, and Redis has
+    none of it.
     """
 
     def __init__(

@@ -16,10 +16,10 @@ SERVER = Config(scheduler="due", load_ahead=4, starts_past_loads=True, recompute
 def already_under_way(
     drawn: Sequence[Conversation], machine: Machine, *, since_s: float
 ) -> tuple[list[Conversation], dict[str, int]]:
-    """Return (conversations, histories) as they are at the time `since_s` of the drawn ones, which becomes time 0.
-    Conversations that have ended by then are left out, and the running ones keep only the turns that remain. histories:
-    session id -> tokens of history that a running conversation has at time 0. If `since_s` is at least as long as the
-    longest conversation, as many conversations end as begin."""
+    """Return (conversations, histories) of a workload that is already running: the drawn conversations as they would be
+    after `since_s` seconds, a moment that becomes time 0. Those that have ended by then are left out, and the running
+    ones keep only the turns that remain. histories: session id -> tokens of history that a running conversation has at
+    time 0. If `since_s` is at least as long as the longest conversation, as many conversations end as begin."""
     found: list[Conversation] = []
     histories: dict[str, int] = {}
     for one in drawn:

@@ -14,8 +14,8 @@ class Load:
 
 def imbalance(load: Load, *, make_s: Callable[[int], float], load_s: Callable[[int], float]) -> float:
     """Return the paper's F: the longer of the times for computing and for loading divided by the shorter, less 1. 0 if
-    they are equal; infinite if a load takes no time on one side, and some on the other. make_s: seconds to compute the
-    KV of so many tokens. load_s: seconds to load it."""
+    they are equal; infinite if just one of them is 0. make_s: seconds to compute the KV of so many tokens. load_s:
+    seconds to load it."""
     made, loaded = make_s(load.act), load_s(load.kv)
     least, most = min(made, loaded), max(made, loaded)
     return most / least - 1 if least else (float("inf") if most else 0.0)

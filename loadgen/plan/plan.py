@@ -38,7 +38,8 @@ _MAX_SEQS = 24
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One amount of storage, summed over all machines. Rates are shares of all prompt tokens."""
+    """One amount of storage, summed over all machines, with what it hits and costs. Hit rates are shares of all prompt
+    tokens."""
 
     dram_gb: float
     disk_gb: float

@@ -19,8 +19,8 @@ _THINK = "lognormal:24,1.05"  # as in `reprise load`
 
 @dataclass(frozen=True, slots=True)
 class Saturation:
-    """Parameters of a load in which sessions always wait, which the AttentionStore paper does not state.
-    They were fitted to the paper's results for LRU and FIFO (docs/decisions/0055-programs-that-answered-once.md)."""
+    """Parameters, not stated by the AttentionStore paper, of a load in which sessions always wait. They were fitted to
+    the paper's results for LRU and FIFO (docs/decisions/0055-programs-that-answered-once.md)."""
 
     opening_tokens: float  # mean length of the first prompt
     turn_tokens: float  # mean length of a later turn, prompt and answer

@@ -10,8 +10,9 @@ from reprise.scheduler.sequence import Sequence
 class TimedLoadAhead(LoadAhead):
     """A starter of early loads (loads for requests that still wait) that begins each as late as possible: so that it
     ends when a place in the batch is expected to be free for its request. It allows for the loads ahead of it. With
-    `scores`, it also reports how near each request is to needing its KV: 1 for requests in the window and preempted
-    ones, 2 for running ones. The cache prefers to evict blocks with low scores."""
+    `scores`, it also reports how near each request is to needing its KV: 1 for requests in the policy's window (the
+    first few in the queue) and preempted ones, 2 for running ones. The cache prefers to evict blocks with low
+    scores."""
 
     def __init__(self, parts: LoadParts, *, window: ShuffledWindow, scores: bool) -> None:
         super().__init__(parts)

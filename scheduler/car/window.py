@@ -16,10 +16,10 @@ class ShuffledWindow:
     """A window of `size` requests, its members, at the front of a queue that is in order of arrival. No request outside
     starts before those inside, and a member that starts is replaced by the request that waits longest.
 
-    Members start in the order of class, bytes to load, arrival. Each member counts the later ones that started before
-    it, for whatever reason. When it has counted size - 1 of them, no later one may pass it any more: the window waits
-    for it. So between its entry and its start at most 2 * (size - 1) others start: those it found inside, and as many
-    later ones.
+    Members start in ascending order of class (1: own KV in HBM; 2: nothing to load; 3: KV to load), then bytes to load,
+    then arrival. Each member counts the later ones that started before it, for whatever reason. When it has counted
+    size - 1 of them, no later one may pass it any more: the window waits for it. So at most 2 * (size - 1) others start
+    between its entry and its start: those it found inside, and as many later ones.
 
     The paper CaR says no more than "fixed-size window at the front of the queue" and "acceptable waiting time"; the
     counting is our reading of it. It does not tell tenants apart: the paper has none.
@@ -87,8 +87,8 @@ class ShuffledWindow:
 
     def upcoming(self) -> Line[Sequence]:
         """Return all waiting requests: first the members, in the order in which they would start if their loads had
-        ended. The prefetch timer begins loads in that order, because a load that ends in time puts its request into the
-        first class."""
+        ended, then the others in order of arrival. The prefetch timer begins loads in that order, because a load that
+        ends in time puts its request into the class that starts first (`TransferClass.IN_HBM`)."""
         if not self._is_current:
             first = self._may_start()
             members = [first, [*islice(self._members, len(first), None)]]

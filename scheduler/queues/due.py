@@ -35,7 +35,7 @@ class DueQueue:
       target that can still make theirs, if they arrived before it became too late for this one.
     - A request of weight below 1, such as an agent's side call, is due _SIDE_CALL_S / weight later.
 
-    None starves: a request with work W is due by arrival + patience * W / weight + 2 * target at the latest (a side
+    No request starves: one with work W is due by arrival + patience * W / weight + 2 * target at the latest (a side
     call _SIDE_CALL_S / weight later), and none of its tenant that arrives after that starts before it. Among requests
     without targets and of equal weights, one with work w that arrives later than one with work W starts first only if
     it arrives within patience * (W - w) / weight seconds. A request that finds no room in HBM may be passed until it is

@@ -204,7 +204,8 @@ class RedisExtents:
         return name
 
     def renew(self, names: Sequence[bytes], next_use_s: float) -> list[bytes]:
-        """Keep extents for another time to live. Returns the names of those that Redis has. Raises TierFailed."""
+        """Keep extents for another time to live. next_use_s: when they are expected to be used, in Unix time. Returns
+        the names of those that Redis has. Raises TierFailed."""
         there: list[bytes] = []
         for server, mine in self._by_server(names):
             with self._asking(server) as connection:
