@@ -18,9 +18,10 @@ other data instead of KV."""
 
 
 def choose_codec(config: CacheConfig, subject: Subject, *, tokenizer: Path, fingerprint: bytes) -> ChosenCodec:
-    """Return the codec that compresses KV below HBM, as the setting `cache.codec` asks. The ChosenCodec has no codec
-    for `raw`, and where `cache.mode` is not attentionstore. tokenizer: path of the model's `tokenizer.json`;
-    fingerprint: bytes that identify the model. Raises ModelRefused if the codec cannot be used with the model."""
+    """Return the codec that compresses KV below HBM, as the setting `cache.codec` asks. The ChosenCodec is empty for
+    `raw`, and where `cache.mode` is not attentionstore; for `activation` it has a projection in place of a codec.
+    tokenizer: path of the model's `tokenizer.json`; fingerprint: bytes that identify the model. Raises ModelRefused if
+    the codec cannot be used with the model."""
     if config.codec == "raw" or config.mode != "attentionstore":
         return ChosenCodec()
     if config.codec == "activation":

@@ -63,9 +63,10 @@ def warm_up(
     remembered_in: str | Path,
 ) -> WarmModel:
     """Run the trial steps of an engine's start, on pages that are not in use yet. Their measured times go to
-    `tiers.rates`, which compares the time to compute KV with the time to load it. remembered_in: the directory that
-    keeps the steps' results; empty: nothing is kept. Raises ModelRefused if model.exact is on and it is not proven that
-    a row's result depends on its own tokens alone."""
+    `tiers.rates`, which compares the time to compute KV with the time to load it. make_runner: makes the ModelRunner
+    where steps are not replayed as CUDA graphs. remembered_in: the directory that keeps the steps' results; empty:
+    nothing is kept. Raises ModelRefused if model.exact is on and it is not proven that a row's result depends on its
+    own tokens alone."""
     device, page_size = loaded.device, probed.page_size
     sink = CaptureSink() if tiers.num_slots else None
     shown: dict[str, Any] = {"sink": sink}

@@ -95,8 +95,8 @@ class LoadedModel:
 
     @property
     def weights(self) -> Mapping[str, Any]:
-        """All weights by name, from HBM and DRAM. Read them before modules are replaced by faster ones, which pack
-        weights."""
+        """All weights by name, from HBM and DRAM. Read them before modules are replaced by faster ones, because these
+        rearrange their weights in memory."""
         return {**self.module.state_dict(), **({} if self.offloaded is None else self.offloaded.tensors())}
 
     @property

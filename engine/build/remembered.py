@@ -46,8 +46,9 @@ class FirstSteps(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Remembered:
-    """The file that keeps the results of first steps, an entry for each of the models that were served last, and the
-    entry of this model in it. `key` combines everything that this model's results depend on (`key_of`)."""
+    """The file that keeps the results of engines' trial steps, and this model's entry in it. The file has an entry for
+    each of the models that were served last. `key` names this model's entry: a digest of all that its results depend on
+    (`key_of`)."""
 
     def __init__(self, directory: Path, key: str) -> None:
         self._path, self._key = directory / "first_steps.json", key
@@ -56,8 +57,8 @@ class Remembered:
         return self._read().get(self._key)
 
     def keep(self, shown: FirstSteps) -> None:
-        """Write this model's results, `shown`, to the file, in place of its earlier entry. Drop the oldest entries
-        beyond the _KEPT_MODELS that were written last. If the file cannot be written, only log that."""
+        """Write `shown`, the results of this model's trial steps, to the file, in place of its earlier entry. Only the
+        _KEPT_MODELS entries that were written last stay in the file. If it cannot be written, only log that."""
         entries = {key: entry for key, entry in self._read().items() if key != self._key}
         entries = dict([*entries.items(), (self._key, shown)][-_KEPT_MODELS:])
         new = self._path.with_suffix(f".{os.getpid()}.new")

@@ -42,9 +42,10 @@ class Sizes:
 
 
 def coding_bytes(segment_bytes: Sequence[int], coded_segment_bytes: Sequence[int] | None) -> int:
-    """Return the most memory, in bytes, that compressing KV takes besides the tiers: compressed blocks for DRAM and for
-    the disk at once, with the raw rows of one layer. segment_bytes: of a raw block, by layer. coded_segment_bytes: of a
-    compressed block, by layer; None without a codec."""
+    """Return the most memory, in bytes, that compressing KV takes besides the tiers. KV for DRAM and KV for the disk
+    may be compressed at once; each needs memory for the compressed blocks and for one layer of them before compression.
+    segment_bytes: bytes of one uncompressed block, by layer. coded_segment_bytes: of one compressed block, by layer;
+    None without a codec."""
     if coded_segment_bytes is None:
         return 0
     return _ENCODING_STREAMS * AT_ONCE * (sum(coded_segment_bytes) + max(segment_bytes))

@@ -167,9 +167,9 @@ def build_tiers(
 
 
 def mean_session_blocks(extents: Sequence[ExtentInfo]) -> float:
-    """Return the mean number of blocks of a session, found from `extents`, the files that a disk has kept; 0 if there
-    are none. A session counts with its full blocks and one block that is not full, even if its turns have left several
-    of the latter on disk."""
+    """Return the mean number of blocks of a session on disk; 0 if `extents` is empty. extents: the files that earlier
+    turns have left on disk. A session counts with its full blocks and one block that is not full, even if its turns
+    have left several of the latter on disk."""
     full = Counter[tuple[str, str, str]]()
     for extent in extents:
         full[extent.session.names] += sum(not block.is_open for block in extent.blocks)

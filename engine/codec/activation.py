@@ -115,8 +115,9 @@ def find_projection(subject: Subject) -> KvProjection:
 
 @torch.inference_mode()
 def watch_inputs(subject: Subject, projection: KvProjection) -> None:
-    """Have the layers of a model, optimised or not, report the input of their attention (`Step.inputs`), and check that
-    `projection` makes the same K and V from it as the layers compute. Raises ModelRefused."""
+    """Add hooks to a model's layers that hand the input of their attention to the step (`Step.inputs`), and check that
+    `projection` makes the same K and V from it as the layers compute. Raises ModelRefused if it does not. The layers
+    may be the model's own or faster replacements."""
     for layer, attention in _attentions(subject.model).items():
         getattr(attention, _entry(attention)).register_forward_pre_hook(partial(_show, layer))
     for num_tokens in _CHECK_TOKENS:

@@ -14,15 +14,16 @@ from reprise.kernels.codecs.codec import Codec, Decodes
 class ChosenCodec:
     """The codec that a server uses, or the reason why it uses none.
 
-    codec: None: KV below DRAM is stored as it is in DRAM, uncompressed. decodes: makes rows from the codec's segments,
-    for pages on the model's device; None: nothing is decoded. projection: makes KV from activations, which all tiers
-    below HBM then store instead of KV; None: they store KV. divergence: nats per token as measured on this model; None:
-    not measured. warning: text for people, if the settings asked for another codec. budget: nats per token to which the
-    codec was calibrated; None: there is no codec.
+    codec: None: KV below DRAM is stored as it is in DRAM, uncompressed. decodes: makes rows from the codec's segments
+    (a block's stored bytes in one layer), for pages on the model's device; None: nothing is decoded. projection: makes
+    KV from activations, which all tiers below HBM then store instead of KV; None: they store KV. divergence: nats per
+    token as measured on this model; None: not measured. warning: text for people, if the settings asked for another
+    codec. budget: nats per token to which the codec was calibrated; None: there is no codec.
 
-    refusals: the file that notes that the codec must not be used. is_refused: whether an earlier start has condemned
-    the codec, because it changed answers too much. Such a codec compresses and decodes nothing, but its name stays in
-    the names of blocks, so that KV stored by earlier starts is still found.
+    refusals: the file in which it is noted if the codec must no longer be used. is_refused: whether that file refuses
+    the codec: a check in an earlier run has found that it changes answers too much, or the file cannot be read. Such a
+    codec compresses and decodes nothing, but its name stays in the names of blocks, so that KV stored by earlier starts
+    is still found.
     """
 
     codec: Codec | None = None

@@ -31,8 +31,8 @@ _PLAIN = PageFormat(torch.float32)
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """The effect of a codec on the scored tokens of some texts, per token. `added` joins the results of several
-    texts."""
+    """The effect of a codec, or of a page format, on a model's predictions for some texts. Each field has a number per
+    scored token, except `refused`. `added` joins the results of several texts."""
 
     divergence: Tensor  # nats: KL of the distribution after coded KV from that after raw KV
     same_choice: Tensor  # bool: whether the likeliest token is the same

@@ -16,7 +16,8 @@ _VERSION = 1
 
 
 class Refusal(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A refusal to use a codec. codec: name of the condemned codec; empty: calibration has found none."""
+    """A note that a codec must not be used. codec: name of the codec that a check has found to change answers too much;
+    empty: calibration has found no codec within the budget."""
 
     codec: str
     made_of: str  # digest of what it was calibrated with
@@ -26,9 +27,10 @@ class Refusal(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 def save(path: Path, *, codec: str, made_of: str, why: str) -> None:
-    """Write to a file that a codec must not be used, either whole or not at all. codec: its name; empty: calibration
-    found no codec. made_of: digest of the text it was calibrated with. why: text for people. A failure is logged as an
-    error: the next start will not know of the refusal."""
+    """Store in the file `path` the note that a codec must not be used. The file is replaced as a whole, so it is never
+    half written. codec: name of the codec; empty: calibration found none within the budget. made_of: digest of the text
+    that it was calibrated with. why: text for people. If the file cannot be written, an error is logged, and the next
+    start will not know of the refusal."""
     refusal = Refusal(codec=codec, made_of=made_of, why=why, at=int(time.time()))
     partial = path.with_suffix(f".{os.getpid()}.partial")
     try:
@@ -43,8 +45,8 @@ def save(path: Path, *, codec: str, made_of: str, why: str) -> None:
 
 
 def load(path: Path) -> Refusal | None:
-    """Return the refusal in the file; None if there is no file. A file that cannot be understood counts as a refusal of
-    every codec: it was written for a reason."""
+    """Return the refusal in the file; None if there is no file. A file that cannot be read or decoded counts as a
+    refusal of every codec, because it was written to refuse one."""
     try:
         data = path.read_bytes()
     except FileNotFoundError:

@@ -40,9 +40,9 @@ _KEPT_STEPS_SHARE = 0.99
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A proposed continuation. token_ids: the tokens that may follow. matched: length of the match, which is how many
-    of the choice's last tokens also stand directly before the place that token_ids were copied from. is_predicted:
-    whether they come from the prediction in the request."""
+    """A proposed continuation. token_ids: the tokens that may follow, copied from an earlier place in the choice's text
+    or from the prediction in its request. matched: how many tokens before that place equal the choice's last tokens.
+    is_predicted: whether the tokens come from the prediction."""
 
     token_ids: list[int]
     matched: int

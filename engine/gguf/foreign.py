@@ -55,8 +55,8 @@ def write(file: GgufFile, out: Path, write_packed: WritePacked | None = None) ->
 
 
 def refuse_what_would_be_lost(file: GgufFile, architecture: str) -> None:
-    """Raise GgufRefused for a file with scaled positions: transformers' reader ignores the scaling, so the model would
-    compute with other positions."""
+    """Raise GgufRefused for a file with scaled positions (RoPE scaling). transformers' reader ignores the scaling, so
+    the model would compute with other positions."""
     scaling = file.metadata.get(f"{architecture}.rope.scaling.type", "none")
     factors = [name for name in file.tensors if name.startswith("rope_f")]
     if scaling != "none" or factors:

@@ -23,9 +23,9 @@ log = logging.getLogger(__name__)
 
 
 def dequantised(source: Source, directory: Path) -> Path:
-    """Return a directory with the same weights in bf16, as a checkpoint that was never quantised, made by this start or
-    an earlier one. Raises ModelRefused, OSError, and ValueError. If the weights do not fit the model, raises before any
-    is written."""
+    """Return a directory with the weights of `source` in bf16, as a checkpoint that was never quantised, made by this
+    start or an earlier one. Raises ModelRefused, OSError, and ValueError. If the weights do not fit the model, raises
+    before any is written."""
     found = dequantised_path(source, directory)
     if not found.is_dir():
         log.info("unpacking %s to bf16, once: %s", source.path, found)

@@ -37,7 +37,8 @@ class DamagedDirectory(Exception):
 
 @dataclass(frozen=True, slots=True)
 class PackedDirectory:
-    """The contents of `packed.json`. tensors: by weight, how it is packed. files: by tensor, the file that has it."""
+    """The contents of `packed.json`, the index of a directory of packed weights. tensors: name of a weight -> how it is
+    packed. files: name of a tensor -> the file that has it."""
 
     weights: str  # what the directory was packed to, for people: q4, q8, or GGUF formats
     tensors: dict[str, dict[str, Any]]
@@ -54,8 +55,9 @@ def write(
     tensors: Iterable[tuple[str, Tensor | PackedWeight]],
     formats: Mapping[str, str] | None = None,
 ) -> None:
-    """Write the weights of a model into an existing directory, one file after the other. weights: text for people that
-    says how they are packed. formats: by weight, the format of the checkpoint that it was read in. Raises OSError."""
+    """Write the weights of a model into an existing directory, in several files one after the other. weights: text for
+    people that says how they are packed. formats: name of a weight -> the quantised format in which the checkpoint had
+    it. Raises OSError."""
     packed: dict[str, dict[str, Any]] = {}
     files: dict[str, str] = {}
     shard: dict[str, Tensor] = {}

@@ -33,7 +33,8 @@ _PACKED = (QuantisedLinear, QuantisedEmbedding, CudaQuantisedLinear, CudaQuantis
 
 
 class ModulesOnCpu:
-    """A maker of modules on CPU whose weights stay packed."""
+    """A maker of modules on CPU whose weights stay packed: codes of 4 or 8 bits with scales, in the layout of
+    `PackedWeight`."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
@@ -49,8 +50,9 @@ class ModulesOnCpu:
 
 
 class ModulesOnCuda:
-    """A maker of modules on CUDA whose weights stay packed. A weight is laid out once, even if several modules share
-    it."""
+    """A maker of modules on CUDA whose weights stay packed: codes of 4 or 8 bits with scales. A weight is converted to
+    the layout of CUDA's kernels (`PackedRows`) when a linear layer or an embedding first needs it; all modules that
+    share the weight get that one copy."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device, kernels: ModuleType | None) -> None:
         self._dtype, self._device, self._kernels = dtype, device, kernels

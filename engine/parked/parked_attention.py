@@ -48,8 +48,9 @@ class _Split:
 
 
 class ParkedAttention:
-    """An attention for steps with parked blocks, which lie only in DRAM: it copies them to HBM piece by piece.
-    Implements `reprise.engine.step.ports.ParkedReader`; used by the engine's thread."""
+    """An attention for steps with parked blocks: blocks of a context larger than HBM that lie only in DRAM. It copies
+    some of them at a time into a few HBM pages (the ring), and merges the attention to each portion. Implements
+    `reprise.engine.step.ports.ParkedReader`; used by the engine's thread."""
 
     page_multiple = 1
 

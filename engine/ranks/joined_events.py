@@ -27,9 +27,9 @@ Answer = Saved | Loaded | Fetched | Written | Deleted
 
 
 class JoinedEvents:
-    """A merger of the ranks' events for the cache, which sees one engine. A move has ended when all ranks have reported
-    its end, and a block that one rank has lost is lost. Reported bytes are those of one rank times the number of ranks,
-    because every rank holds equally many. Called by the engine's thread of rank 0."""
+    """A merger of the ranks' events into the events of one engine, which the cache expects. A move of KV has ended when
+    all ranks have reported its end, and a block that one rank has lost is lost. Reported bytes are those of one rank
+    times the number of ranks, because every rank holds equally many. Called by the engine's thread of rank 0."""
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
@@ -45,8 +45,8 @@ class JoinedEvents:
         and empties the list."""
 
     def note(self, moves: Iterable[Move]) -> None:
-        """Remember the blocks of loads and the extents of writes that are being sent to the ranks, to join the ranks'
-        answers later."""
+        """Remember the loads and disk writes among `moves`, which are being sent to the ranks. `add` needs the blocks
+        of a load, and the order of a write, to join the ranks' answers."""
         for move in moves:
             if isinstance(move, LoadBlocks):
                 self._loads[move.job_id] = frozenset(block.key for block in move.blocks)

@@ -16,8 +16,8 @@ _LOOK_S = 0.001  # time between two looks at the other ranks' reports
 
 class SharedTransfer(Transfer):
     """A Transfer for all ranks: sends every move of KV to the other ranks, makes it on rank 0 too, and reports its end
-    when all ranks have made it. Extents are written by rank 0 first, which chooses their ids. Only rank 0 stores
-    records of sessions. Called by the engine's thread."""
+    when all ranks have made it. Extents (files with the KV of a turn) are written by rank 0 first, which chooses their
+    ids. Only rank 0 stores records of sessions. Called by the engine's thread."""
 
     def __init__(self, *, ranks: RankGroup, **transfer: Any) -> None:
         """Set up. transfer: the arguments of `Transfer`, for this rank's part."""

@@ -103,8 +103,8 @@ class RunStep(msgspec.Struct, frozen=True, kw_only=True, tag="run_step"):
 
 
 class SaveRows(msgspec.Struct, frozen=True, tag="save_rows"):
-    """The order to save rows of the step that ran last. pieces: which rows of the batch go to which slots of this
-    rank's DRAM."""
+    """The order to save KV rows of the step that ran last. pieces: runs of adjacent rows of the batch, each with the
+    slot of this rank's DRAM that receives it."""
 
     pieces: list[CapturePiece]
 
@@ -133,8 +133,8 @@ class Probed(msgspec.Struct, frozen=True, tag="probed"):
 
 
 class TiersMade(msgspec.Struct, frozen=True, tag="tiers_made"):
-    """The answer of a rank that has allocated its memory for KV. extents: for each extent on its disk, the id and the
-    bytes of the rank's part of it."""
+    """The answer of a rank that has allocated its memory for KV. extents: for each extent (file with the KV of a turn)
+    on its disk, its id and the bytes of the rank's part of it."""
 
     extents: dict[int, int]  # id -> bytes
 
@@ -200,8 +200,9 @@ def unpack_events(tagged: Sequence[Tagged]) -> list[Event]:
 
 
 def pack_step(batch: BatchInput, *, captures: bool, jobs: Sequence[int] = (), has_bystanders: bool = False) -> RunStep:
-    """Encode a step for the ranks. Waits for the device, if the batch is on one. captures: whether rows of the step are
-    saved in DRAM. jobs: ids of the loads that the step needs. has_bystanders: whether some sequences need no load."""
+    """Encode a step for the ranks. Waits for the device, if the batch is on one. captures: whether KV rows of the step
+    may be saved in DRAM afterwards, by SaveRows. jobs: ids of the loads that the step needs. has_bystanders: whether
+    some sequences need no load."""
     return RunStep(
         token_ids=_bytes(batch.token_ids),
         positions=_bytes(batch.positions),

@@ -210,8 +210,10 @@ class StepCompute:
         return self.runner.watch.take() if self.runner.watch is not None else {}
 
     def capture(self, computed: Computed, failed: Container[str]) -> tuple[Captured | None, list[CapturePiece]]:
-        """Return (KV, pieces). KV: what layers handed over to be saved; None if all layers have written their rows to
-        DRAM by themselves. pieces: which rows go to which DRAM slots, for all sequences but `failed`."""
+        """Return (captured, pieces), which `StepMoves.hold` takes. captured: the step's own tensors of KV, for the
+        layers that do not write their rows to DRAM themselves; None if there are no such layers. pieces: which rows of
+        the batch go to which DRAM slots, for all sequences but `failed`. failed: ids of the sequences whose rows are
+        void."""
         pieces = computed.pieces
         if pieces is None or failed:
             pieces = computed.pieces = self._pieces(computed.chunks, failed, computed.drafts, only_newest=True)
@@ -222,8 +224,9 @@ class StepCompute:
         return shown if shown is not None and shown.layers else None, pieces
 
     def capture_accepted(self, computed: Computed, request_id: str, accepted: int) -> None:
-        """Have the rows of a draft's accepted tokens saved below HBM, if they were not saved with the step's other
-        rows. Call it after `capture`, and before these rows are counted as part of the computed context."""
+        """Add the rows of a draft's accepted tokens to the rows of the step that are saved below HBM, unless they are
+        among them already. accepted: how many of the draft's tokens were right. Call it after `capture`, and before
+        these rows are counted as part of the computed context."""
         if computed.pieces is not None and not computed.saves_drafts:
             row = computed.batch_row(request_id) + 1
             computed.pieces += self._cache.requests.capture(request_id, accepted, row)

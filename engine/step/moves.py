@@ -17,12 +17,12 @@ class StepMoves:
     """A mediator between the cache, which decides moves of KV between tiers, and the transfer, which makes them. The
     step calls it, on the engine's thread.
 
-    The KV rows that a step has computed are held back until its tokens are sent, because no token may wait for them.
-    Moves that are decided later come after these rows, because they may seal (mark as complete) or overwrite the slots
-    of the rows.
+    The KV rows that a step has computed are saved in DRAM only after its tokens are sent, because no token may wait for
+    that. Moves that are decided later come after these rows, because they may seal the slots of the rows (mark their
+    blocks as complete) or overwrite them.
 
-    Blocks whose rows kernels have saved by themselves are sealed together at the end of an answer, as long as no turn
-    comes or ends and HBM has room. Sealing them after each step would cost time: between two steps, threads of the
+    Where kernels save KV rows by themselves, their blocks are sealed together at the end of an answer, as long as no
+    turn comes or ends and HBM has room. Sealing them after each step would cost time: between two steps, threads of the
     kernels wait without sleeping, until the engine starts the next one.
     """
 
@@ -36,7 +36,7 @@ class StepMoves:
         self._is_steady = False  # no request has come, ended or given way lately
 
     def catch_up(self, now: float) -> list[str]:
-        """Make the moves of KV and the saves that were held back after the last step, and tell the cache which moves
+        """Start the moves of KV and the saves that were held back after the last step, and tell the cache which moves
         have ended. Returns the ids of sequences whose load has failed."""
         changes, self._changes = self._changes, self._cache.changes
         self._is_steady = changes == self._changes
@@ -70,22 +70,22 @@ class StepMoves:
         self._carry_out(self._cache.take_moves(), running)
 
     def hold(self, captured: Captured | None, pieces: list[CapturePiece]) -> None:
-        """Hold back the moves of KV decided in a step, then the rows that it has computed. captured: the KV rows to
-        save; None if there are none. pieces: which of them go to which DRAM slots. Call it only while nothing is held
-        back."""
+        """Keep the moves of KV decided in a step, and then the rows that it has computed, until its tokens are sent.
+        captured: the tensors that have the KV rows to save; None if there are none. pieces: which of these rows go to
+        which DRAM slots. Call it only while nothing is held back."""
         assert self._held is None
         moves = self._cache.take_moves()
         if moves or captured is not None:
             self._held = moves, captured, pieces
 
     def carry_out_held(self) -> None:
-        """Make the moves of KV and save the rows that were held back, and make the postponed seals (which mark blocks
+        """Start the moves of KV and the saves of rows that were held back, after the postponed seals (which mark blocks
         as complete)."""
         self._carry_out_all((), ())
 
     def fail(self) -> None:
-        """Make the moves of KV that were decided before and in a step that has failed, except copies inside HBM, whose
-        sources may be half written."""
+        """Start all moves of KV that were decided up to now, in a step that has failed and before it. Copies inside HBM
+        are left out, because their sources may be half written."""
         self._carry_out_all([move for move in self._cache.take_moves() if not isinstance(move, CopyRows)], ())
 
     def wait(self) -> None:

@@ -40,8 +40,9 @@ class DraftMaker(Protocol):
 
 
 class ParkedReader(AttentionBackend, Protocol):
-    """An attention backend for steps in which a sequence has parked blocks, which lie only in DRAM. It leaves all other
-    sequences to the usual backend. The step calls it, on the engine's thread. `reprise.engine.parked` implements it."""
+    """An attention backend for steps in which a sequence has parked blocks: blocks of a context larger than HBM that
+    lie only in DRAM. All other sequences of the step are computed by the usual backend. The step calls it, on the
+    engine's thread. `reprise.engine.parked` implements it."""
 
     def begin(self, meta: AttentionMeta, contexts: Sequence[RequestContext]) -> bool:
         """Begin a step. contexts: those of the batch's sequences, in order. Returns whether any has parked blocks; only

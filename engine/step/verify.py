@@ -51,9 +51,10 @@ class Verifier:
         self.mismatches = 0
 
     def disagreeing(self, ready: Sequence[RunningChoice], logits: Tensor) -> Iterator[RunningChoice]:
-        """Yield the choices whose first token would be drawn from loaded KV that a recompute contradicts. The tiers
-        that this KV came from, or its codec, are not used any more. The caller restarts each choice before it asks for
-        the next, which may need the room. logits [len(ready), vocab]."""
+        """Yield the choices whose first token would be drawn from loaded KV that a recompute contradicts. From then on,
+        the tiers that this KV came from are not used any more, or its codec if it was compressed. The caller restarts
+        each choice before it asks for the next, because the next recompute may need the room. logits [len(ready),
+        vocab]: for each choice of `ready` those from which its token would be drawn."""
         for row, choice in enumerate(ready):
             tiers = _loaded_from(choice)
             if not tiers:

@@ -145,8 +145,8 @@ class FewRows:
         return self.parts.q.width
 
     def takes(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> bool:
-        """Return whether this implementation is correct and faster for the present step with these rows. hidden, cos,
-        sin: as in a call of it."""
+        """Return whether these kernels can compute the layer in the present step, correctly and faster than its own
+        code. hidden, cos, sin: the arguments with which the layer would be called."""
         has_dtype = cos.dtype == sin.dtype == hidden.dtype == torch.bfloat16
         return has_dtype and self.takes_rows(current_step(), len(hidden))
 

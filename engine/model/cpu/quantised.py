@@ -20,9 +20,10 @@ _CHECK_OUTPUTS = 4096
 
 
 class QuantisedLinear(nn.Module):
-    """A linear layer whose weight stays packed. x [..., in] bf16, plus a residual of the result's shape to add -> [...,
-    out]. Every row is computed in the same way, however many rows there are. The load-time probe has it compute in
-    fp32. Where compiled kernels cannot run or are off, the weight is unpacked for every call."""
+    """A linear layer whose weight stays packed: codes of 4 or 8 bits with scales. x [..., in] bf16, plus a residual of
+    the result's shape to add -> [..., out]. Every row is computed in the same way, however many rows there are. The
+    load-time probe has it compute in fp32. Where compiled kernels cannot run or are off, the weight is unpacked for
+    every call."""
 
     def __init__(self, weight: PackedWeight, bias: Tensor | None) -> None:
         super().__init__()
@@ -99,7 +100,7 @@ class QuantisedLinear(nn.Module):
 
 
 class QuantisedEmbedding(nn.Module):
-    """An embedding whose weight stays packed. ids [...] int64 -> [..., width]."""
+    """An embedding whose weight stays packed (codes of 4 or 8 bits with scales). ids [...] int64 -> [..., width]."""
 
     def __init__(self, weight: PackedWeight, dtype: torch.dtype) -> None:
         super().__init__()

@@ -20,9 +20,9 @@ _CHECK_OUTPUTS = 4096
 
 
 class CudaQuantisedLinear(nn.Module):
-    """A linear layer whose weight stays packed. x [..., in] of 16 bits, plus a residual of the result's shape to add ->
-    [..., out]. Products of few rows read the packed codes; those of many rows unpack a part of the weight at a time.
-    Without kernels, torch unpacks it."""
+    """A linear layer whose weight stays packed: codes of 4 or 8 bits with scales. x [..., in] of 16 bits, plus a
+    residual of the result's shape to add -> [..., out]. Products of few rows read the packed codes; those of many rows
+    unpack a part of the weight at a time. Without kernels, torch unpacks it."""
 
     def __init__(self, weight: PackedRows, bias: Tensor | None, dtype: torch.dtype, kernels: ModuleType | None) -> None:
         """Take over a packed weight. dtype: type of the unpacked weight. kernels: the module
@@ -103,7 +103,8 @@ class CudaQuantisedLinear(nn.Module):
 
 
 class CudaQuantisedEmbedding(nn.Module):
-    """An embedding whose weight stays packed. ids [...] int64, from 0 to its number of rows - 1 -> [..., width]."""
+    """An embedding whose weight stays packed (codes of 4 or 8 bits with scales). ids [...] int64, from 0 to its number
+    of rows - 1 -> [..., width]."""
 
     def __init__(self, weight: PackedRows, dtype: torch.dtype) -> None:
         super().__init__()

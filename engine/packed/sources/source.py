@@ -95,8 +95,8 @@ class Source:
         return name in self._quantised
 
     def kept(self, name: str) -> Kept:
-        """Return what is kept of a quantised weight when it is packed: its codes (`codes`), the places of its numbers
-        in a table (`table`), or neither, so that its numbers are rounded again (`dense`)."""
+        """Return how a quantised weight can be packed: `codes`: its codes are kept; `table`: its codes are kept as
+        indices into a table of 16 numbers; `dense`: neither is possible, so its numbers are rounded again."""
         return self._quantised[name].kept
 
     def shape(self, name: str) -> tuple[int, ...]:
