@@ -15,8 +15,8 @@ from reprise.kernels.views import as_bf16, as_bits, as_stream
 
 
 class BlockWriter(Protocol):
-    """A writer of stored blocks into the pages of one layer, in bf16 or packed as int8. Any thread may use it, if no
-    other writes to the same pages. Releases the GIL. Made by `block_writer`."""
+    """A writer of stored blocks into the pages of one layer, which hold bf16 or are packed as int8 with scales. Any
+    thread may use it, if no other writes to the same pages. Releases the GIL. Made by `block_writer`."""
 
     has_team: bool
     """Whether `write` can use torch's team of threads."""

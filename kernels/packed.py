@@ -28,7 +28,7 @@ TABLES: dict[str, tuple[float, ...]] = {
 
 
 class HasTable(Protocol):
-    """A packed weight in any layout, with codes and perhaps a table of the numbers that they stand for."""
+    """A weight packed as codes, in any layout. It may have a table of the numbers that its codes stand for."""
 
     @property
     def codes(self) -> Tensor: ...
@@ -39,10 +39,10 @@ class HasTable(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Codes:
-    """A weight before it is laid out. codes int8 [outputs, inputs]: 0 to 15 for 4 bits, or -128 to 127 for 8. scales,
-    lows fp32 [outputs, groups], for groups of 32 or 16 adjacent inputs. A number is scale * code + low. If lows is None
-    nothing is added, and 4-bit codes stand for -8 to 7: 8 is subtracted from them. With a table, which has no lows,
-    they stand for its numbers."""
+    """A quantised weight with one code per number, before `pack` puts it into the layout of the kernels. codes int8
+    [outputs, inputs]: 0 to 15 for 4 bits, or -128 to 127 for 8. scales, lows fp32 [outputs, groups], for groups of 32
+    or 16 adjacent inputs. A number is scale * code + low. If lows is None nothing is added, and 4-bit codes stand for
+    -8 to 7: 8 is subtracted from them. With a table, which has no lows, codes are indices of numbers in it."""
 
     codes: Tensor
     scales: Tensor
@@ -79,8 +79,9 @@ def joined_codes(parts: Sequence[Codes]) -> Codes:
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
-    """A weight in the layout in which kernels read it. codes uint8, flat; scales, lows fp16 [blocks, groups, BLOCK].
-    experts: how many matrices of this shape it has, one after the other, each in whole blocks; 0: it is one matrix."""
+    """A quantised weight in the layout in which CPU kernels read it, in blocks of BLOCK outputs. codes uint8, flat;
+    scales, lows fp16 [blocks, groups, BLOCK]; a number is as in `Codes`. experts: how many matrices of this shape it
+    has, one after the other, each in whole blocks; 0: it is one matrix."""
 
     codes: Tensor
     scales: Tensor
@@ -185,8 +186,9 @@ def _laid_out(numbers: Tensor, rows: int, groups: int) -> Tensor:
 
 def code_numbers(codes: Tensor, bits: int, has_lows: bool, table: Table | None) -> Tensor:
     """Return the numbers that codes stand for before they are scaled, in fp32 and in the shape of the codes. codes: 0
-    to 15 for 4 bits, -128 to 127 for 8. has_lows: whether groups have lows; 4-bit codes without lows and table stand
-    for -8 to 7. table: the codes are places in it."""
+    to 15 for 4 bits, -128 to 127 for 8. has_lows: whether groups have lows (numbers added after scaling); 4-bit codes
+    without lows and table stand for -8 to 7. table: the numbers of which codes are indices; None: codes are numbers
+    themselves."""
     if table is not None:
         places = codes.int().flatten()
         return torch.tensor(TABLES[table], device=codes.device).index_select(0, places).view(codes.shape)
@@ -195,8 +197,9 @@ def code_numbers(codes: Tensor, bits: int, has_lows: bool, table: Table | None) 
 
 
 def table_of(weight: HasTable) -> Tensor | None:
-    """Return the table of numbers whose places the codes are, fp32 [16]; None if codes are numbers themselves. Modules
-    keep it beside codes and scales, so that a digest of these tells weights apart that differ only in the table."""
+    """Return the table of numbers of which a weight's codes are indices, fp32 [16]; None if codes are numbers
+    themselves. Modules keep it beside codes and scales, so that a digest of these tells weights apart that differ only
+    in the table."""
     return None if weight.table is None else torch.tensor(TABLES[weight.table], device=weight.codes.device)
 
 

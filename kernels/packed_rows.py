@@ -17,11 +17,11 @@ from reprise.kernels.packed import GROUP, Bits, PackedWeight, Table, code_number
 
 @dataclass(frozen=True, slots=True)
 class PackedRows:
-    """A packed weight in the layout for CUDA. codes uint8 [outputs, bytes]: signed if of 8 bits, 0 to 15 if of 4. Codes
-    of 4 bits of the first half of a group are the low halves of its bytes, the others the high halves. scales, lows
-    fp16 [outputs, groups]. A number is scale * code + low. Where `lows` is None nothing is added, and 4-bit codes stand
-    for numbers from -8 to 7: 8 is subtracted before they are multiplied. With a table, which has no lows, they stand
-    for its numbers."""
+    """A quantised weight in the layout for CUDA: each output's codes in one row of bytes. codes uint8 [outputs, bytes]:
+    signed if of 8 bits, 0 to 15 if of 4. Codes of 4 bits of the first half of a group are the low halves of its bytes,
+    the others the high halves. scales, lows fp16 [outputs, groups]. A number is scale * code + low. Where `lows` is
+    None nothing is added, and 4-bit codes stand for numbers from -8 to 7: 8 is subtracted before they are multiplied.
+    With a table, which has no lows, codes are indices of numbers in it."""
 
     codes: Tensor
     scales: Tensor

@@ -42,9 +42,10 @@ def copy_into_blocks(targets: Sequence[Tensor], sources: Sequence[Sequence[Tenso
 
     targets: each [blocks, block_rows, heads, dim] on the CPU, a block being contiguous. sources[step][i]: [rows, heads,
     dim], a row being contiguous. Blocks and rows may lie at any distance from each other. All have one dtype. The
-    sources are on the CPU, or all on CUDA if the targets are page-locked; then the copies are there when the current
-    stream is. pieces int64 [n, 5]: step, first row in its tensors, block, first row in the block, number of rows.
-    Returns False, without copying, if no compiled kernel fits. Raises ValueError for rows outside of tensors or blocks.
+    sources are on the CPU, or all on CUDA if the targets are page-locked; then the call only queues the copies on the
+    current stream. pieces int64 [n, 5], one entry for each run of adjacent rows: step, first row in its tensors, block,
+    first row in the block, number of rows. Returns False, without copying, if no compiled kernel fits. Raises
+    ValueError for rows outside of tensors or blocks.
     """
     # For 12 layers of 608 tokens with 4 heads of 64, taken from rows of 1,280: 0.44 ms, against 5.2 with index_put_.
     device = sources[0][0].device

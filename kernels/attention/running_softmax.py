@@ -9,9 +9,10 @@ _QUERIES = 256  # queries at a time: with pieces of 512 rows and 32 heads, logit
 
 
 class RunningSoftmax:
-    """Attention that reads a context piece by piece, as in an online softmax: it keeps the largest logit, the sum of
-    exponentials and the weighted sum of values so far, in fp32. The result equals that of one piece but for the order
-    of sums. Supports everything in `AttentionParams` but a selection, which is ignored: all rows are read."""
+    """Attention that reads a context in several portions, as in an online softmax: it keeps the largest logit, the sum
+    of exponentials and the weighted sum of values so far, in fp32. But for the order of sums, the result equals
+    attention to the whole context at once. Supports everything in `AttentionParams` but a selection, which is ignored:
+    all rows are read."""
 
     def __init__(self, q: Tensor, first: int, params: AttentionParams, v_dim: int) -> None:
         """Begin without any piece. q [queries, heads, k_dim]: queries of the context's rows from `first` on."""

@@ -441,8 +441,8 @@ def _work(
 
 class DecodePlan:
     """The work list of steps in which every sequence has one query row, for one kind of layers (group of query heads,
-    window). The list is kept in tables of a fixed size, which a captured graph reads and which are filled anew before
-    every replay. Unused entries of a table do nothing."""
+    window). The list is kept in tables of a fixed size: a CUDA graph is captured with them, and they are filled anew
+    before every replay. Unused entries of a table do nothing."""
 
     def __init__(self, *, kind: tuple[int, int | None], most_items: int, most_sequences: int) -> None:
         """Allocate the tables. most_items: most ranges of keys, from `TritonPagedAttention.num_items`."""

@@ -59,8 +59,9 @@ def symbol_tables() -> Tables:
 
 
 def classes_of(deviations: Fp64, step: float) -> Int64:
-    """Return the class (index of a table, by quarter octaves of deviation / step) of each component. It may lie outside
-    of the tables (LEAST_CLASS)."""
+    """Return the class of each component, which tells how much its numbers vary: the quarter octaves of deviation /
+    step. The entropy coder has a table for each of some classes from LEAST_CLASS on; the result may lie outside of
+    these."""
     return np.round(4 * np.log2(np.maximum(deviations, 1e-30) / step)).astype(np.int64)
 
 

@@ -52,8 +52,8 @@ _LEAST_CLASS, _MOST_CLASS = -200, 40
 @dataclass(frozen=True, slots=True)
 class LayerStatistics:
     """The statistics of one layer on a calibration text. k [tokens, kv_heads, k_dim] without position, v [tokens,
-    kv_heads, v_dim]; query_energy [kv_heads, k_dim]: the mean square of the queries that read each number, which is the
-    same for both numbers of a rotated pair."""
+    kv_heads, v_dim]; query_energy [kv_heads, k_dim]: for each dim of a key, the mean square of that dim in the queries
+    of its kv head. It is the same for both dims that a rotation turns together."""
 
     k: Fp32
     v: Fp32
