@@ -45,8 +45,8 @@ def _is_ancestor(result_commit: str) -> bool:
 
 
 def stale(found: Sequence[Claim], names: Sequence[str] = ()) -> dict[str, tuple[str, str]]:
-    """Return the stale results among those that the claims `found` are taken from: name -> (command that measures it,
-    why it is stale). names: return exactly these results instead, stale or not."""
+    """Return the stale results among those from which the claims `found` take their numbers: name -> (command that
+    measures it, why it is stale). names: return exactly these results instead, stale or not."""
     results = {claim.result: claim for claim in found}
     if names:
         return {name: (results[name].command, "named") for name in names}

@@ -16,10 +16,10 @@ Result = dict[str, Any]
 
 
 def draw(result: Result, out: Path) -> None:
-    """Draw the figure of queue orders into `out`. Left: the share of turns that at least so many later turns overtook,
-    a line for each order but fcfs; the dotted line is the bound that the window sets. Right: the longest wait for a
-    first step, by where the turn's history was. Of the settings with the fastest loads, the one with the longest queues
-    is drawn."""
+    """Draw the figure of queue orders into `out`. Left: for each order but fcfs, the share of turns that were overtaken
+    by at least so many turns that came later; the dotted line is the bound that the scheduler's window sets. Right: the
+    longest wait for a first step, by where the turn's history was. Of the settings with the fastest loads, the one with
+    the longest queues is drawn."""
     row = max(result["rows"], key=lambda row: (row["new_tokens"], -row["load_factor"], row["share"]))
     figure, axes = panels(2, (5.5, 3.8))
     passed, waits = axes

@@ -153,8 +153,9 @@ def elsewhere(replica: str) -> str:
 
 
 async def befall(fault: Fault, stores: Stores, fleet: FleetProcesses, load: Load, turns: int, hold_s: float) -> Row:
-    """Cause one fault and end it again, while clients send at least `turns` turns. Returns how long the fault lasted
-    and how soon the fleet recovered. hold_s: least duration of the fault in seconds."""
+    """Cause one fault, end it, and wait until the fleet has recovered and clients have sent at least `turns` turns
+    since the fault began. Returns how long the fault lasted, how soon the fleet recovered, and how soon the heads were
+    back (records by which another replica can take over a session). hold_s: least duration of the fault in seconds."""
     load.fault, goal = fault.name, load.turns + turns
     heads = await asyncio.to_thread(stores.heads) if fault.loses_heads else set()
     began_s = time.monotonic()

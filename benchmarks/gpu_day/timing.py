@@ -10,8 +10,8 @@ _SLEEP_CYCLES = 2_000_000  # about a millisecond, in which what is timed is queu
 
 
 def device_ms(call: Callable[[], object], device: torch.device, repeats: int = 10, warm: int = 2) -> float:
-    """Return the median milliseconds that the device takes for the work of one call. warm: calls before the measured
-    ones."""
+    """Return the median milliseconds that the device takes for the work of one call; of the whole call if the device is
+    not CUDA. warm: number of calls before the measured ones."""
     for _ in range(warm):
         call()
     if device.type != "cuda":

@@ -142,8 +142,8 @@ def serve(
 
 
 def told(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings as a result shows them. Paths, addresses and keys are left out, except for the name of the
-    model."""
+    """Return settings as a result shows them. Values with a path or an address and settings that are named *_keys are
+    left out. Of the model's path or id only the last part is shown."""
     shown = {key: value for key, value in flags.items() if os.sep not in str(value) and not key.endswith("_keys")}
     return {**shown, "model.source": Path(str(flags["model.source"])).name}
 

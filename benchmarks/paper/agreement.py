@@ -125,8 +125,8 @@ def sampled(server: ServerProcess) -> Iterator[list[dict[str, float]]]:
 
 
 def moments(samples: Sequence[dict[str, float]]) -> list[dict[str, float]]:
-    """Return the totals of the last sample several times. Each copy has other costs of a step: those of one moment of
-    the run. The moments are evenly spread over the samples in which requests ran."""
+    """Return several copies of the last sample. Each copy has the step costs that the server reported at another moment
+    of the run. The moments are evenly spread over the samples in which requests ran."""
     last = samples[-1]
     busy = [sample for sample in samples if sample["reprise_running_requests"]] or [last]
     terms = [name for name in last if name.startswith("reprise_step_cost_seconds")]
@@ -232,8 +232,8 @@ def unknown_s(machines: Sequence[VirtualServer], results: Sequence[TurnResult]) 
 def foretold(
     machines: Sequence[VirtualServer], conversations: Sequence[Conversation], unknown_ms: float
 ) -> dict[str, Any]:
-    """Return the figures of the conversations in the simulator, averaged over the machines. unknown_ms: added to TTFT
-    for what is not simulated."""
+    """Return the figures that the simulator gives for the conversations, averaged over the machines. unknown_ms: added
+    to each TTFT for what is not simulated."""
     ttfts, hits, prompts = [], Counter[str](), 0
     for machine in machines:
         run = played_by(machine, conversations)

@@ -116,8 +116,9 @@ def classes_rows(turns: int, lengths: dict[str, Lengths]) -> list[Row]:
 
 
 def classes_row(workload: Classes, factor: float, share: float, prefill_s: float = PREFILL_S) -> Row:
-    """Return a setting. factor: how many times longer it takes to load a history of mean length than to prefill a
-    turn's new tokens (`prefill_s`). share: the arrival rate, as a share of the rate at which FCFS works off bursts."""
+    """Return a setting with the given workload. factor: how many times longer it takes to load a history of mean length
+    than to prefill a turn's new tokens (`prefill_s`). share: the arrival rate of turns, as a share of `service_rate`,
+    the rate at which the order fcfs starts the turns of a burst."""
     machine = classes_machine(workload, prefill_s, factor * prefill_s)
     rate = share * service_rate(replace(machine, policy="fcfs"), workload)
     labels = {"new_tokens": workload.new_tokens, "load_factor": factor, "share": share, "rate": rounded(rate, 3)}
@@ -181,8 +182,9 @@ def _times(served: Sequence[Served]) -> dict[str, Any]:
 
 
 def compare(mine: Sequence[Sequence[Served]], theirs: Sequence[Sequence[Served]], kind: str) -> dict[str, Any]:
-    """Return the TTFT of `mine` divided by that of `theirs`, over all seeds: measure -> [ratio, lower and upper end of
-    its 95 % interval]. kind: the kind of turns that count, a key of KINDS."""
+    """Return how the TTFT of one arm (`mine`) compares with that of another (`theirs`), over all seeds: measure, such
+    as the median -> [mine / theirs, lower and upper end of its 95 % interval]. Both have a list of turns for each seed.
+    kind: the kind of turns that count, a key of KINDS. Empty if an arm has no such turns."""
     sides = [[[t.ttft_s for t in each if t.place in KINDS[kind]] for each in side] for side in (mine, theirs)]
     if not all(any(side) for side in sides):
         return {}

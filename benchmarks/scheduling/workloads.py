@@ -109,8 +109,8 @@ class Poisson:
 
 @dataclass(frozen=True, slots=True)
 class Classes:
-    """A workload of new conversations, and of returning ones whose KV is in HBM, in DRAM or on disk: all of CaR's
-    classes together."""
+    """A workload of new conversations, and of returning ones whose KV is in HBM, in DRAM or on disk. These are all the
+    classes of requests that the CaR paper tells apart."""
 
     conversations: int = 24  # conversations begun before
     first_tokens: int = 1000
@@ -192,8 +192,8 @@ class Classes:
         return varied(found, self.lengths, seed, self._room)
 
     def burst(self, seed: int) -> list[Conversation]:
-        """Return one turn of every old conversation, and new conversations in the proportion of `new_share`, all of
-        which arrive at once."""
+        """Return conversations of one turn each, all of which arrive at once: one for every old conversation, and so
+        many new ones that their share is `new_share`."""
         old = self.conversations
         order = list(range(old + round(old * self.new_share / (1 - self.new_share))))
         random.Random(seed).shuffle(order)

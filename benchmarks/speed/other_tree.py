@@ -119,8 +119,9 @@ def agent_tools() -> list[dict[str, Any]]:
 
 
 def agent_history(start: int, calls: int) -> list[dict[str, Any]]:
-    """Return the messages of an agent: a task, and `calls` calls with their results. start: number of the servers'
-    start, which decides the words. With more calls, the same messages come first."""
+    """Return the messages of an agent: a task, and `calls` tool calls with their results. start: how many times the
+    servers were started before, which seeds the words. A longer history begins with the same messages as a shorter one
+    of the same start."""
     rng = random.Random(f"other_tree/agent/{start}")
     messages: list[dict[str, Any]] = [{"role": "user", "content": " ".join(rng.choices(WORDS, k=FIRST_WORDS))}]
     for number in range(calls):
@@ -133,8 +134,8 @@ def agent_history(start: int, calls: int) -> list[dict[str, Any]]:
 
 
 async def work_on(server: ServerProcess, arm: str, start: int, round_: int) -> list[Turn]:
-    """Send the agent's request of a round, which has one call more than that of the round before. The model's answers
-    do not become part of the history, because they are gibberish."""
+    """Send the agent's request of a round, whose history has one tool call more than that of the round before. The
+    model's answers do not become part of the history, because they are gibberish."""
     http = Http(server.url, silence_s=SILENCE_S)
     answer = await ask_stamped(
         http, server.model["id"], agent_history(start, CALLS + round_), tools=agent_tools(),

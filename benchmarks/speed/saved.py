@@ -73,8 +73,8 @@ class Talks:
         http.close()
 
     async def play(self, server: ServerProcess, source: str, run: Run) -> list[Sample]:
-        """Play one more turn of each conversation twice: with its history reused, and under a new salt, where it is
-        computed. source: the tier that holds the histories."""
+        """Play one more turn of each conversation twice: once with its history reused, and once under a new cache salt,
+        so that nothing is reused and the history is computed. source: the tier that holds the histories."""
         http, samples = Http(server.url, silence_s=120), []
         for round_ in range(self._rounds):
             for history in self._histories:

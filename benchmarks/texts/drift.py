@@ -94,8 +94,9 @@ def _joined(first: Rows, second: Rows) -> Rows:
 
 
 def drift_of(raw: GrowingHistory, through: GrowingHistory, pieces: Sequence[Tensor]) -> list[float]:
-    """Return the mean KL divergence of coded from raw history in each turn but the first, which has no history. pieces:
-    the turns' tokens, whole blocks each."""
+    """Return by how much predictions after the coded history (`through`) diverge from those after the uncompressed one
+    (`raw`): the mean KL divergence in each turn but the first, which has no history. pieces: the tokens of each turn,
+    in whole blocks."""
     raw.forget()
     through.forget()
     found = [compared(raw.turn(piece), through.turn(piece), piece, 0.0) for piece in pieces]

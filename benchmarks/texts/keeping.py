@@ -115,8 +115,8 @@ def cut(read: Read, scorer: str, newest: Sequence[int], *, reserve: int) -> list
 
 
 def recall(token_ids: Sequence[int], cuts: Sequence[Range], newest: Sequence[int]) -> list[Range]:
-    """Return the cuts after recall: a server brings back the dropped blocks that the message `newest` is about, and
-    drops as many of the oldest other blocks."""
+    """Return `cuts` as they are after a recall: the server brings back dropped blocks that the message `newest` is
+    about, and drops as many other blocks in their place, the oldest first."""
     blocks = [token_ids[start : start + BLOCK_TOKENS] for start in range(0, len(token_ids), BLOCK_TOKENS)]
     dropped = [start // BLOCK_TOKENS for start in blocks_of(cuts)]
     kept = sorted({*range(len(token_ids) // BLOCK_TOKENS)} - set(dropped))
@@ -150,9 +150,9 @@ class Asker:
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def answers(self, history: WatchedHistory, question: Question, others: OtherText) -> dict[str, Answer] | None:
-        """Ask for the name after a cut of a window that has the dialogue in its older half. Returns the answers by arm.
-        None if the question does not count: the whole window does not answer it, or the window without the dialogue
-        does."""
+        """Ask for the name after a window of text was cut in the way of each arm; the dialogue lies in the older half
+        of the window. Returns the answers by arm. None if the question does not count, because the model does not find
+        the name with the whole window, or finds it in a window without the dialogue."""
         asked, other, said = self.asked(question), others.draw(HISTORY), question.history
         place = others.rng.randrange(OLDER_HALF[0], OLDER_HALF[1] - len(said) + 1)
         ids = [*other[:place], *said, *other[place + len(said) :]]
