@@ -11,8 +11,9 @@ from reprise.engine.messages import Adopt, Head, SessionInfo, SessionReply, Sess
 
 
 class SessionDirectory:
-    """A view of the engine's sessions (not the fleet's directory), which answers requests of the app and of other
-    servers in a fleet. Called by the Engine, on its thread."""
+    """A handler of the app's requests to list, show, pin, expire, delete and prefetch sessions of this engine, and to
+    take over a session from another replica. It also returns the records (heads) by which other replicas can take over
+    sessions from here. Not the fleet's directory. Called by the Engine, on its thread."""
 
     def __init__(
         self,

@@ -17,7 +17,8 @@ _FRONT = 4  # waiting requests that are looked at for loads to start
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadParts:
-    """The parts of a Scheduler that a starter of early loads works with."""
+    """The parts of a Scheduler that are given to its LoadAhead, which begins to load the KV of requests into HBM while
+    they still wait."""
 
     cache: CacheView
     waiting: Waiting

@@ -110,7 +110,9 @@ class Scheduler:
 
     @property
     def loads(self) -> Counter[str]:
-        """Counts of loads by outcome; see `RunningBatch.loads`."""
+        """Counts of the KV loads of sequences since this scheduler was made, by their state when the sequence's next
+        chunk is scheduled. finished: loaded by then; hidden: expected to end within the chunk's computation or soon
+        after it; exposed: expected to delay the step."""
         return self._batch.loads
 
     def has_work(self) -> bool:

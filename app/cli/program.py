@@ -158,7 +158,7 @@ def measure(context: typer.Context) -> None:
     "bench", context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False
 )
 def bench(context: typer.Context) -> None:
-    """Say in a minute what a server's tiers give your prompts: `reprise bench --help`."""
+    """Measure how much sooner answers to your prompts begin if a tier has their history: `reprise bench --help`."""
     from reprise.loadgen.bench_command import main as run_bench
 
     run_bench(context.args)

@@ -177,10 +177,13 @@ def ask_names(
 def find_questions(
     dialogues: Sequence[Sequence[int]], names: set[int], opening: int, answering: int, rng: random.Random
 ) -> Iterator[Question]:
-    """Yield questions. Each asks for the first name in a message of the assistant, if an earlier message has that name
-    too. The other candidates are names that the dialogue lacks, if possible some that follow the same word elsewhere.
-    names: the ids of the tokens that are names. opening, answering: the two tokens with which the assistant's messages
-    begin."""
+    """Yield multiple-choice questions with one right name and CANDIDATES - 1 wrong ones. Each asks for the first name
+    in a message of the assistant, if the dialogue has that name earlier, but not in the MIN_GAP tokens before the
+    message. The wrong names do not occur in the dialogue up to there; those that follow the same token somewhere in
+    `dialogues` are preferred.
+
+    dialogues: token ids of each. names: ids of the tokens that are names. opening: the token that begins every message.
+    answering: the token after it in messages of the assistant. rng: chooses the wrong names."""
     following: dict[int, set[int]] = defaultdict(set)
     for ids in dialogues:
         for before, name in pairwise(ids):

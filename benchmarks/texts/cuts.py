@@ -95,7 +95,8 @@ class Cutter:
 
 
 def kept_rows(length: int, reserve: int) -> Tensor:
-    """Return the indices of the tokens of a context that a server with the default settings keeps, [kept] int64."""
+    """Return the indices of the tokens that are left of a context of `length` tokens, [kept] int64, after a server with
+    the default settings has dropped some to make room for `reserve` more in a window of WINDOW tokens."""
     return rows_without(length, cuts_of(length, reserve))
 
 

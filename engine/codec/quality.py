@@ -187,7 +187,9 @@ def coded(
 
 
 def raw_blocks(k: Tensor, v: Tensor) -> Tensor:
-    """Return K [tokens, kv_heads, k_dim] and V of whole blocks as the DRAM tier holds them, [blocks, elements]."""
+    """Return one layer's KV as the uncompressed blocks that the DRAM tier holds, [blocks, elements], on the CPU: each
+    row is a block's K, flattened, and then its V. k: [tokens, kv_heads, k_dim]. v: [tokens, kv_heads, v_dim]. The
+    number of tokens is a multiple of BLOCK_TOKENS."""
     blocks = len(k) // BLOCK_TOKENS
     return torch.cat([k.reshape(blocks, -1), v.reshape(blocks, -1)], 1).cpu().contiguous()
 

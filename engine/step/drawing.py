@@ -15,8 +15,9 @@ from reprise.engine.step.sampler import BadLogits, Sampled, Sampler
 
 
 class Drawing:
-    """A drawer of a step's tokens, used after the step's rows were counted as computed. Called by `BatchStep`, in the
-    engine's loop."""
+    """The part of a step that samples tokens from its logits, compares drafts with them and ends answers that are
+    complete. `BatchStep` calls it in the engine's loop, after adding the tokens of the step's chunks to the
+    computed contexts of their sequences."""
 
     def __init__(
         self,
@@ -36,8 +37,8 @@ class Drawing:
         """Number of tokens generated since the start."""
 
     def draw(self, computed: Computed, now: float) -> list[Output]:
-        """Draw tokens, and return the outputs of a step. Ends choices that are complete, and those for which no token
-        can be drawn."""
+        """Draw tokens for the choices in `computed.ready`, and return their outputs. Ends choices that are complete,
+        and those for which no token can be drawn. now: seconds of the engine's clock."""
         if over := [choice for choice in computed.ready if choice.is_over]:
             computed.drop({choice.sequence.request_id for choice in over})
             self._endings.end_computed(over)
@@ -122,8 +123,8 @@ class Drawing:
         return choice.output(token_ids, logprobs, now)
 
     def _take_draft(self, choice: RunningChoice, accepted: int, computed: Computed) -> None:
-        """Count the rows of the first `accepted` tokens of a choice's draft as computed, because those tokens were
-        right."""
+        """Add the first `accepted` tokens of a choice's draft to its computed context: they were right, and this step
+        has computed their KV."""
         assert self._drafter is not None
         self._drafter.judge(choice, accepted)
         if accepted:

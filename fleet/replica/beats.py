@@ -56,10 +56,12 @@ class Beats:
         self._following: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
-        """Send beats (reports to the directory) until cancelled, or until the directory turns out to be another fleet's
-        before this server has joined, which fails the server. The work that an answer of the directory asks for is
-        done while later beats are sent: it may have to wait for a turn, and a gateway gives up a replica whose beats
-        are late."""
+        """Send beats (reports to the directory) about once a second until cancelled. If this server has not joined yet
+        and the directory belongs to another fleet, fail the server and return.
+
+        The directory's answer to a beat may ask for work, such as deletions. A background task does the work while
+        further beats are sent: it may have to wait until a turn ends, and gateways give up a replica whose beats are
+        late."""
         started_s = self._clock()
         while True:
             try:

@@ -39,9 +39,11 @@ class Claims:
         self._ttl_s, self._deleted_until = ttl_s, deleted_until
 
     async def claim(self, name: SessionName) -> bool:
-        """Make this replica the session's home, and fetch what other replicas have committed of the session. Returns
-        whether anything was fetched: then more of the turn's prompt may be found in the transcript. Returns False if
-        the directory does not answer."""
+        """Make this replica the session's home, and fetch what other replicas have committed of the session.
+
+        Returns True if the directory had turns that this replica lacked: more of the turn's prompt may now be found in
+        the transcript. Returns False if it had none, and also if the directory is unavailable; in the latter case the
+        session counts as not claimed here."""
         held = self._held.of(name)
         async with held.lock:
             try:

@@ -108,8 +108,9 @@ class OwnedServer:
         self._process.wait()
 
     def drain(self) -> None:
-        """Let the server finish what it has begun, and hand over what takes longer than `server.drain_s`. Returns when
-        it has ended."""
+        """Send the server SIGTERM, and return when it has ended. It refuses new requests and finishes running answers.
+        After `server.drain_s` seconds it stops those left: the gateway has another server of the fleet continue them
+        where that can be done, and the others end early. A server that does not end in time is killed."""
         self.is_draining = True
         self._process.stop(self._drain_s)
 

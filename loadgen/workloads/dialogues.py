@@ -27,7 +27,10 @@ class Dialogues(NamedTuple):
 
 
 def read(path: Path) -> Dialogues:
-    """Read a file. Raises ValueError if it contains nothing usable, OSError if it cannot be read."""
+    """Read conversations from a JSON file in ShareGPT's, OpenAI's or our format, as a list or one per line, compressed
+    with gzip if its name ends in .gz. A conversation is usable if at least one message of a person in it is answered.
+    Raises ValueError if the file is damaged, is not JSON or has no usable conversation, OSError if it cannot be
+    read."""
     found = [_script(record) for record in _records(path)]
     scripts = [script for script in found if script]
     if not scripts:
