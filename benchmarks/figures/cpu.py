@@ -1,10 +1,10 @@
-"""Decoding on CPU with weights packed and not, beside llama.cpp and transformers: a picture and a section."""
+"""Decoding on CPU with weights packed and not, beside transformers: a picture and a section."""
 
 from pathlib import Path
 from typing import Any
 
 from benchmarks.figures.panels import bars, held, panels, save_panels, table, titled
-from benchmarks.harness.result_files import BLUE, GREY
+from benchmarks.harness.result_files import BLUE
 
 OURS = ("bf16", "q8", "q4", "gguf")
 SHOWN = {
@@ -13,7 +13,6 @@ SHOWN = {
     "q8": "#6f9fd0",
     "q4": "#4a84c4",
     "gguf": BLUE,
-    "llama.cpp": GREY,
 }
 
 
@@ -55,12 +54,11 @@ def section(result: dict[str, Any], machine: str) -> list[str]:
     """Return the lines of the section of docs/results/speed.md about packed weights on CPU. machine: a line on where
     and when the result was measured."""
     return titled(
-        "Packed weights on CPU, beside llama.cpp",
+        "Packed weights on CPU",
         "![TPOT by streams and context](packed.png)",
-        f"SmolLM2-135M-Instruct; `gguf` and llama.cpp read {result['settings']['file']}. Streams x tokens of context, "
-        "medians of interleaved rounds (least to most); percentages: what a step has to read at the rate of memory "
-        f"({result['memory_read_gb_s']} GB/s), over what it takes. llama.cpp was measured by the program of that "
-        "commit.",
+        "SmolLM2-135M-Instruct. Streams x tokens of context, medians of interleaved rounds (least to most); "
+        "percentages: what a step has to read at the rate of memory "
+        f"({result['memory_read_gb_s']} GB/s), over what it takes.",
         _tables(result),
         held(result),
         machine,
