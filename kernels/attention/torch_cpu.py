@@ -26,6 +26,7 @@ from reprise.kernels.attention.ragged_batch import (
     KvPages,
     Selection,
 )
+from reprise.kernels.attention.selection import LOG2_E
 from reprise.kernels.cpu.available import decode_kernels, flash_kernels, prefill_kernels, select_kernels
 from reprise.kernels.views import as_bf16, as_bits, as_stream
 
@@ -154,7 +155,7 @@ def _decode_together(
     rows, tokens, parts = _decode_plan(kernels, meta, params)
     if not rows:
         return
-    queries = q[tokens].float().mul_(params.scale * kernels.LOG2_E).numpy()
+    queries = q[tokens].float().mul_(params.scale * LOG2_E).numpy()
     mixed = torch.empty(len(rows), q.shape[1], kv.v_dim)
     table = meta.block_table[rows].numpy()
     group, k_lanes, v_lanes = ((0,) * size for size in (q.shape[1] // kv.k.shape[2], kv.k_dim // 16, kv.v_dim // 16))
@@ -205,7 +206,7 @@ def _attend_to_selection(
             assert chosen is not None
             out[token] = attend_to_chosen(q[token], kv, meta.block_table[sequence].long(), chosen, params)
         return
-    queries = q[tokens].float().mul_(params.scale * kernels.LOG2_E).numpy()
+    queries = q[tokens].float().mul_(params.scale * LOG2_E).numpy()
     out[tokens] = attend_selected(kernels, queries, kv, meta.block_table[sequences].numpy(), selection).to(out.dtype)
 
 

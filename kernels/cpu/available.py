@@ -151,9 +151,11 @@ def tiles_of_pairs() -> bool:
 
 
 def _features() -> set[str]:
-    """Return the features of the processor that numba compiles for."""
-    from numba.core.registry import cpu_target
-
+    """Return the features of the processor that numba compiles for; none where numba is missing."""
+    try:
+        from numba.core.registry import cpu_target
+    except ImportError:
+        return set()
     _, _, features = cpu_target.target_context.codegen().magic_tuple()
     return set(features.split(","))
 

@@ -132,7 +132,13 @@ def test_an_automatic_size_is_measured_when_the_disk_answers(tmp_path: Path, dis
     tier.close()
 
 
+def threads_of_disks() -> set[threading.Thread]:
+    """Those of other tests too, which may end late."""
+    return {thread for thread in threading.enumerate() if thread.name.startswith("disk-")}
+
+
 def test_what_only_a_person_can_mend_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = threads_of_disks()
     (tmp_path / "file").write_text("in its place")
     with pytest.raises(NotADirectoryError):
         make_tier(tmp_path / "file" / "cache").open_in_time(30.0)
@@ -153,7 +159,7 @@ def test_what_only_a_person_can_mend_is_refused(tmp_path: Path, monkeypatch: pyt
         patch.setattr(os, "mkdir", forbidden)
         with pytest.raises(PermissionError):
             make_tier(tmp_path / "forbidden").open_in_time(30.0)
-    until(lambda: not [thread for thread in threading.enumerate() if thread.name.startswith("disk-")])
+    until(lambda: threads_of_disks() <= before)
 
 
 @pytest.mark.parametrize(
@@ -292,6 +298,7 @@ def test_threads_do_not_pile_up_on_a_disk_that_hangs_for_ever(tmp_path: Path, di
 
 @pytest.mark.parametrize("kind", ["hung", "vanished"])
 def test_a_close_does_not_wait_for_a_disk_that_was_never_taken(tmp_path: Path, disk: BadDisk, kind: Kind) -> None:
+    before = threads_of_disks()
     disk.spoil(kind)
     tier = make_tier(tmp_path, deadline_s=30.0)
     assert tier.open_in_time(PATIENCE_S) is None
@@ -299,7 +306,7 @@ def test_a_close_does_not_wait_for_a_disk_that_was_never_taken(tmp_path: Path, d
     tier.close()
     assert time.monotonic() - started < disk_watch.CLOSE_S + AT_ONCE_S
     disk.mend()
-    until(lambda: not [thread for thread in threading.enumerate() if thread.name.startswith("disk-")])
+    until(lambda: threads_of_disks() <= before)
     again = make_tier(tmp_path)
     assert again.open_in_time(30.0) == ([], []), "the lock is free"
     again.close()

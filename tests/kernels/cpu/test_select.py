@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from reprise.kernels.cpu.available import select_kernels, use_torch_threads
+from reprise.kernels.cpu.emit import LOG2_E
 from reprise.kernels.selectors.pairs import pair_weights
 from reprise.kernels.views import as_bits
 
@@ -135,7 +136,7 @@ def test_attention_to_chosen_rows(group: int, kv_heads: int, k_dim: int, v_dim: 
             chosen[row, head, :count] = torch.randperm(context)[:count].sort().values
     out = torch.empty(3, group * kv_heads, v_dim)
     sizes = (0,) * group, (0,) * (k_dim // 16), (0,) * (v_dim // 16)
-    queries = (index.q * (kernels.LOG2_E * k_dim**-0.5)).numpy()
+    queries = (index.q * (LOG2_E * k_dim**-0.5)).numpy()
     taken = (index.table.numpy(), chosen.numpy(), counts.numpy())
     for threads in (1, 2):
         torch.set_num_threads(threads)
