@@ -73,6 +73,11 @@ class TextThread:
         call = partial(self._transcripts.keep, session_id, tenant=tenant, ttl_s=ttl_s)
         self._executor.submit(call).add_done_callback(_log_failure)
 
+    @property
+    def hides_file(self) -> bool:
+        """Return whether a file with transcripts lies there that is not used before the next start."""
+        return self._transcripts.hides_file
+
     async def forget(self, session_id: str, *, tenant: str) -> int:
         """Delete what a tenant has recorded under this id, with any salt, also what is still queued to be recorded.
         Returns the number of deleted sessions. Raises ApiError 503 `not_deleted` while the disk does not answer."""

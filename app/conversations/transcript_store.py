@@ -374,8 +374,7 @@ class TranscriptStore:
 
     @_forgiving(list, is_asked=True)
     def names(self) -> list[tuple[str, str]]:
-        """Return (tenant with its salt, session id) of all sessions."""
-        self._require_file()
+        """Return (tenant with its salt, session id) of all sessions, without those of a file that is not used."""
         return self._db.execute("SELECT tenant, name FROM sessions").fetchall()
 
     @_forgiving(lambda: None)
@@ -405,7 +404,8 @@ class TranscriptStore:
                 self._drop_session(session)
         if rows:
             self._db.scrub()
-        self._require_file()
+        if self.hides_file:  # what is in the file would be there again after a restart
+            raise DiskAway(self._db.problem or "its file is not used")
         return len(rows)
 
     @_forgiving(int)
@@ -424,10 +424,11 @@ class TranscriptStore:
     def used_bytes(self) -> int:
         return self._db.used_bytes()
 
-    def _require_file(self) -> None:
-        """Raise DiskAway if there is a file that is not used: what is in it would be there again after a restart."""
-        if self._db.hides_file:
-            raise DiskAway(self._db.problem or "its file is not used")
+    @property
+    def hides_file(self) -> bool:
+        """Whether it works in memory until the next start although a file with transcripts lies there, which could not
+        be opened."""
+        return self._db.hides_file
 
     def recover(self, error: sqlite3.Error) -> bool:
         """Handle an error of the database: replace a damaged database by an empty one, and log other errors. Returns

@@ -209,6 +209,12 @@ class Transcripts:
         with self._lock:
             self._store.extend(session_id, tenant=tenant, extra_s=_FOR_EVER_S if ttl_s is None else ttl_s - self._ttl_s)
 
+    @property
+    def hides_file(self) -> bool:
+        """Whether a file with transcripts lies there that is not used before the next start, as it could not be
+        opened. What is deleted meanwhile stays in it."""
+        return self._store.hides_file
+
     def forget(self, session_id: str, *, tenant: str | None = None) -> int:
         """Delete the sessions that were recorded under this id: those of a tenant, with any salt, or if `tenant` is
         None those of all tenants. Sessions that continued from a deleted one keep their own copies. Returns the number

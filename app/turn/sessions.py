@@ -94,8 +94,10 @@ class SessionCommands:
         """Delete a session on every server that has it. Raises ApiError."""
         await self.hooks.delete(session_id, tenant=tenant)
 
-    async def delete_here(self, session_id: str, *, tenant: str) -> None:
-        """Delete a session's KV and transcript on this server. Raises ApiError, 404 if there is neither."""
+    async def delete_here(self, session_id: str, *, tenant: str, may_stay_hidden: bool = False) -> None:
+        """Delete a session's KV and transcript on this server. Raises ApiError: 404 if there is neither, 503 if some of
+        it stays. may_stay_hidden: whether the transcript may stay in a file that is not used before the next start
+        (`TextThread.hides_file`), because the caller deletes it then."""
         missing: ApiError | None = None
         try:
             await self.ask("delete", tenant=tenant, session_id=session_id)
@@ -103,7 +105,13 @@ class SessionCommands:
             if error.status != 404:
                 raise
             missing = error
-        if await self._transcripts.forget(session_id, tenant=tenant) == 0 and missing is not None:
+        try:
+            num_found = await self._transcripts.forget(session_id, tenant=tenant)
+        except ApiError:
+            if not (may_stay_hidden and self._transcripts.hides_file):
+                raise
+            num_found = 0
+        if num_found == 0 and missing is not None:
             raise missing
 
     def keep(self, session_id: str, *, tenant: str, ttl_s: float) -> None:

@@ -36,8 +36,14 @@ class Copies:
 
     async def delete(self, tenant: str, session_id: str) -> None:
         """Delete the copies of the sessions of an id, with any salt. Raises ApiError: 404 if there is none, 409 while a
-        request of the session runs."""
-        await self._commands.delete_here(session_id, tenant=tenant)
+        request of the session runs. A transcript in a file that is not used stays: see `hides_some`."""
+        await self._commands.delete_here(session_id, tenant=tenant, may_stay_hidden=True)
+
+    @property
+    def hides_some(self) -> bool:
+        """Whether transcripts lie in a file that is not used before the next start, and none of which is deleted until
+        then."""
+        return self._transcripts.hides_file
 
     async def delete_soon(self, tenant: str, session_id: str) -> None:
         """Wait until no request of the session runs, then delete the copies of this id, with any salt. Errors are not

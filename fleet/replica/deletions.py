@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 class Copies(Protocol):
-    """The part of `reprise.fleet.replica.copies.Copies` used here. Both methods raise ApiError while the engine cannot
+    """The part of `reprise.fleet.replica.copies.Copies` used here. Its methods raise ApiError while the engine cannot
     be asked."""
 
     async def names(self) -> set[SessionName]:
@@ -35,6 +35,11 @@ class Copies(Protocol):
     async def delete_older(self, tenant: str, session_id: str, epoch: int) -> None:
         """Delete the copies of this id, with any salt, unless they were begun after the deletion that has this epoch.
         Waits for requests of the session to end."""
+        ...
+
+    @property
+    def hides_some(self) -> bool:
+        """Whether this server has copies that it neither uses nor deletes before its next start."""
         ...
 
 
@@ -73,8 +78,9 @@ class Deletions:
 
     async def save(self) -> None:
         """Write `since`, the epoch up to which deletions were carried out, to disk. A disk that does not answer is no
-        error: the directory then sends the same deletions again."""
-        if self.since != self._saved:
+        error: the directory then sends the same deletions again. While copies are hidden nothing is written: the next
+        start, which finds them, then carries out those deletions before it takes requests."""
+        if self.since != self._saved and not self._copies.hides_some:
             self._saved = self.since
             with contextlib.suppress(DiskAway):  # the directory sends them once more
                 await asyncio.to_thread(self._thread.run, partial(_write, self._path, self.since))

@@ -37,7 +37,8 @@ class FakeCommands:
         more = page + 1 < len(self.pages) or self.more_at_end
         return SessionReply(request_id="r", sessions=self.pages[page], more=more)
 
-    async def delete_here(self, session_id: str, *, tenant: str) -> None:
+    async def delete_here(self, session_id: str, *, tenant: str, may_stay_hidden: bool) -> None:
+        assert may_stay_hidden
         self.asked += 1
         if self.statuses:
             raise ApiError(self.statuses.pop(0), "not now")

@@ -1,6 +1,7 @@
 """A server that comes back to its fleet deletes what was deleted while it was away, before it takes requests."""
 
 import asyncio
+import errno
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import reprise.fleet.replica.beats
+from reprise.app.conversations import database
 from reprise.fleet.replica.deletions import _read, _write
 from tests.app.fakes import FakeEngine, Running, in_process, session_info, write_tokenizer
 from tests.fleet.replica.test_handover import HELLO, replica, say, settings_of
@@ -63,6 +65,37 @@ async def test_it_keeps_what_is_proven_where_deletions_have_been_forgotten(serve
             assert (await b.http.delete(f"/v1/sessions/{session}")).status_code == 204
         await say(b, HELLO, session="again")  # a new one of that name
         async with returning(server, tmp_path, "a", "kept", "gone", "again", "stranger") as a:
+            assert await names(a) == ({"kept"}, {"kept"})
+
+
+async def test_what_lies_in_a_file_that_cannot_be_opened_leaves_it_at_the_next_start(server, tmp_path, monkeypatch):
+    make_private = database._make_private
+
+    def refuse(path: Path) -> None:
+        if tmp_path / "a" in path.parents and "transcripts" in path.name:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        make_private(path)
+
+    async with replica(server, tmp_path, "b") as b:
+        async with replica(server, tmp_path, "a") as a:
+            for session in ("kept", "away", "by-b", "by-a"):
+                await say(a, HELLO, session=session)
+        await say(b, HELLO, session="away")
+        assert (await b.http.delete("/v1/sessions/away")).status_code == 204
+        with monkeypatch.context() as patch:
+            patch.setattr(database, "_make_private", refuse)
+            async with returning(server, tmp_path, "a", "kept", "by-b", "by-a") as a:
+                assert (await names(a))[0] == set()
+                for session in ("by-b", "new"):
+                    await say(b, HELLO, session=session)
+                    assert (await b.http.delete(f"/v1/sessions/{session}")).status_code == 204
+                await say(b, HELLO, session="by-a")
+                assert (await a.http.delete("/v1/sessions/by-a")).status_code == 204
+                async with asyncio.timeout(10):
+                    while await names(b) != (set(), set()):  # noqa: ASYNC110 - a beat tells it
+                        await asyncio.sleep(0.01)
+                assert (await a.http.delete("/v1/sessions/unknown")).status_code == 404
+        async with returning(server, tmp_path, "a", "kept") as a:
             assert await names(a) == ({"kept"}, {"kept"})
 
 
