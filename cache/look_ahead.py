@@ -79,9 +79,9 @@ class _Errand:
 
 
 class LookAhead:
-    """A planner for the CacheManager, which calls `plan` before every step on the engine's thread. It finds which
-    waiting or expected session comes next, and which of its KV has to be fetched into DRAM. The time of a call depends
-    on what has changed in the queue, not on the queue's length."""
+    """A planner for the CacheManager, which calls `plan` before a step, on the engine's thread, unless requests run,
+    none waits and `has_news` is False. It finds which waiting or expected session comes next, and which of its KV has
+    to be fetched into DRAM. The time of a call depends on what has changed in the queue, not on the queue's length."""
 
     def __init__(
         self,

@@ -243,8 +243,8 @@ class Directory:
     async def claim(self, name: SessionName, *, fingerprint: str, ttl_s: float, begun: int = 0) -> Claim:
         """Make this replica the home of a session, which is the one that may commit to it. The session's record is made
         if there is none. ttl_s: time to live of a new session after its last use. begun: the epoch of this replica's
-        first claim of the session, 0 if it has no copy; only used after a flush (the directory lost its data). Raises
-        DirectoryFlushed too."""
+        first claim of the session, 0 if it has no copy; used only if the record is made now, as after a flush (the
+        directory lost its data) or once it has expired. Raises DirectoryFlushed too."""
         names = self._keys_of(name, fingerprint)
         answer = await self._server.run(
             *("claim", self.born, self._replica, self._boot, name.session_id, names.tenant, names.name, names.member),
@@ -387,10 +387,9 @@ class Directory:
             return Taken(wait_s, level)
 
     async def enter(self, place: Place, *, most: int, lease_s: float) -> tuple[bool, int]:
-        """Take places for one answer of a tenant, if the tenant then uses at most `most` places. (A place is needed for
-        each running answer that counts against a key.) They are freed by `leave_places`, or when their lease ends:
-        `lease_s` from now, unless `renew` extends it. Returns whether they were taken, and how many the tenant uses
-        now."""
+        """Take `place.count` places, one for each answer of a turn that counts against its key, if the tenant then uses
+        at most `most` places. They are freed by `leave_places`, or when their lease ends: `lease_s` from now, unless
+        `renew` extends it. Returns whether they were taken, and how many the tenant uses now."""
         key = keys.places(self.keys.tenant(place.tenant))
         answer = await self._server.run("enter", key, place.lease, place.count, most, _milliseconds(lease_s))
         with _reading():
@@ -407,7 +406,7 @@ class Directory:
             await self._server.run("renew", _milliseconds(lease_s), *values)
 
     async def leave_places(self, place: Place) -> None:
-        """Free the places that `enter` took for an answer."""
+        """Free the places that `enter` took for a turn."""
         key = keys.places(self.keys.tenant(place.tenant))
         await self._server.ask(self._redis.zrem(key, f"{place.count}:{place.lease}"))
 

@@ -83,7 +83,8 @@ class Keys:
 
     def chain(self, tenant: str, digest: bytes) -> str:
         """Return the Redis key under which the session of a conversation is found. digest: of the conversation's
-        messages up to and including an answer, from `reprise.fleet.identify`."""
+        messages up to and including an answer, or of a response's id (`response_digest`), from
+        `reprise.fleet.identify`."""
         return f"{PREFIX}c:{self.tenant(tenant)}:{self._digest('chain', tenant, digest)}"
 
     def bucket(self, tenant: str, kind: str) -> str:

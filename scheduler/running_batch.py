@@ -67,8 +67,8 @@ class RunningBatch:
     def place(self, sequence: Sequence, budget: StepBudget) -> int | None:
         """Reserve room in HBM for a waiting sequence's first chunk, or extend the room that its early load already has.
         Return for how many tokens after the computed ones it has room; 0 if the step's budget is spent, None if HBM is
-        full. In these two cases nothing has changed, except that other waiting sequences may have lost the pages of
-        their early loads."""
+        full. In these two cases nothing has changed, except that waiting sequences, this one included, may have lost
+        the pages of their early loads."""
         while sequence in self._early:
             wanted = self._chunk_tokens(budget, sequence.pending_tokens, sequence.computed_tokens)
             if not wanted or self._cache.grow(sequence.request_id, wanted):
@@ -119,8 +119,8 @@ class RunningBatch:
         return self._tenants.least_to_do_first(prefills) if len(prefills) > 1 else prefills
 
     def decode(self, draft: StepDraft) -> None:
-        """Add a chunk of one token to the step for each running sequence that decodes (its prompt is computed, and no
-        load is left to wait for), as far as HBM has room."""
+        """Add a chunk of one token to the step for each running sequence that decodes (one token is left to compute,
+        and no load to wait for), as far as HBM has room."""
         decoding = [
             s for s in self.sequences if len(s.token_ids) - s.computed_tokens == 1 and s.request_id not in draft.loading
         ]

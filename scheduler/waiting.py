@@ -31,7 +31,8 @@ class Waiting:
         self.count += 1
 
     def resume(self, sequence: Sequence) -> None:
-        """Put a sequence that was running and has lost its room in HBM in front of all other waiting sequences."""
+        """Put a sequence that was running and has lost its room in HBM in front of all other waiting sequences but
+        `favoured`."""
         self.resumed.appendleft(sequence)
         self.count += 1
 
@@ -69,11 +70,13 @@ class Waiting:
         return True
 
     def front(self, count: int) -> list[Sequence]:
-        """Return up to `count` sequences from the head of the line, in the order in which they would start."""
+        """Return up to `count` sequences from the head of the line, in the order in which they would start, except that
+        `favoured` is at its place in the queue."""
         return [*self.resumed, *self.queue.upcoming().members[:count]][:count]
 
     def last_of(self, sequences: Container[Sequence]) -> Sequence:
-        """Return that waiting sequence in `sequences` which would start last. At least one of them has to wait."""
+        """Return that waiting sequence in `sequences` which is last in line; `favoured` counts at its place in the
+        queue. At least one of them has to wait."""
         in_order = chain(reversed(self.queue.upcoming().members), reversed(self.resumed))
         return next(sequence for sequence in in_order if sequence in sequences)
 

@@ -53,8 +53,9 @@ class Draft(ABC):
 @dataclass(frozen=True, slots=True)
 class Whole(Draft):
     """A draft that tokenizes the whole text. nearest: a recorded answer that the chat may continue, and all ids up to
-    the answer's end; None if there is none. The ids with which both these and the tokenized text begin are not stored
-    again: the prompt is recorded as one that continues this answer (its `Base`)."""
+    the answer's end; None if there is none. If that answer is of the prompt's session, the ids with which both these
+    and the tokenized text begin are not stored again: the prompt is recorded as one that continues this answer (its
+    `Base`)."""
 
     nearest: tuple[RecordedAnswer, "array[int]"] | None  # the answer that was found, and all ids up to its end
 

@@ -58,8 +58,8 @@ def in_place(chat: RenderedChat, candidate: Candidate) -> Splice | None:
 
 def changed(chat: RenderedChat, candidate: Candidate) -> Splice | None:
     """Keep an answer that the template now renders differently from how it was generated. The answer's place in the
-    text is found by rendering a placeholder. Returns None if that place cannot be found, or if another text stands
-    there."""
+    text is found by rendering a placeholder. Returns None if that place cannot be found, if the text before it does not
+    stand for the answer's prompt, or if messages[turn] is not the answer as recorded and has calls or reasoning."""
     answer, turn, text = candidate.answer, candidate.turn, chat.text
     if not candidate.is_exact and chat.says_more_than_content(turn):
         return None

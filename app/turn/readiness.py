@@ -152,8 +152,8 @@ class Readiness:
         return list(dict.fromkeys((self.require_loaded().name, *aliases)))
 
     def find_model(self, name: str | None) -> ModelInfo:
-        """Return the served model if `name` is its name or an alias, or None. Raises ApiError 404 for another name, or
-        503 until the model has been loaded once."""
+        """Return the served model if `name` is None, its name or an alias (any name is, with ANY_NAME among the
+        aliases). Raises ApiError 404 for another name, or 503 until the model has been loaded once."""
         model = self.require_loaded()
         if name is None or name in self.names or ANY_NAME in self._aliases:
             return model

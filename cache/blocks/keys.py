@@ -82,12 +82,13 @@ class KeyDomain:
         return BlockKey(blake2b(data, key=self._key, digest_size=16, person=kind).digest())
 
     def child(self, parent: BlockKey, token_ids: Sequence[int]) -> BlockKey:
-        """Return the key of a full block with the tokens `token_ids`. parent: key of the block before it, or `root`."""
+        """Return the key of a full block with the tokens `token_ids`. parent: key of the block before it; `root` for
+        the first block; after a cut, what `lineage` returns."""
         return self._hash(b"block", parent + token_bytes(token_ids))
 
     def open_block(self, parent: BlockKey, token_ids: Sequence[int], session_id: str) -> BlockKey:
-        """Return the key of a session's unfinished last block. parent: key of the block before it, or `root`. When the
-        block is full, it gets another key, from `child`."""
+        """Return the key of a session's unfinished last block. parent: as for `child`. When the block is full, it gets
+        another key, from `child`."""
         return self._hash(b"open", typed_fields(parent, token_bytes(token_ids), session_id))
 
     def lineage(self, keys: Sequence[BlockKey]) -> BlockKey:

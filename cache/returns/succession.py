@@ -40,6 +40,6 @@ class Succession:
         return self._after.get(self._latest)
 
     def served(self) -> None:
-        """Make `next` return None until another turn arrives, because nothing more has to be fetched for the session
-        that it returned."""
+        """Make `next` return None until a turn of another session than the latest arrives, because nothing more has to
+        be fetched for the session that `next` returned."""
         self.is_foretold = False

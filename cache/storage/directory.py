@@ -31,10 +31,10 @@ class Foreign:
 
 
 def scan(root: Path, own: Path, beat: Beat) -> tuple[dict[int, int], list[Foreign]]:
-    """Return the sizes of this model's extent files by id, and the files that `Foreign` describes (of other models, or
-    not to be trusted). own: the directory of this model's files. beat: called between the steps, so that a deadline
-    applies to each. Deletes temporary files, since no process is writing now. Ignores files whose names do not follow
-    the scheme. Raises OSError."""
+    """Return the sizes of this model's extent files by id, and the extent files of other models as `Foreign`. own: the
+    directory of this model's files. beat: called between the steps, so that a deadline applies to each. Deletes
+    temporary files, since no process is writing now, and extent files that lie in the wrong shard or have an id above
+    MAX_EXTENT_ID, of any model. Ignores files with other names. Raises OSError."""
     ours: dict[int, int] = {}
     foreign: list[Foreign] = []
     for directory in _directories(root, _FINGERPRINT):

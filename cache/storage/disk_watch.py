@@ -113,8 +113,9 @@ class DiskWatch(Generic[T]):
         return None
 
     def listen(self, tell: Callable[[str | None, T | None], None]) -> None:
-        """Call `tell` at every change, from any thread: with (problem, None) when the disk is given up, (None, what
-        lies there) when it is taken for the first time, and (None, None) when it is used again."""
+        """Call `tell` at every change, from any thread: with (problem, None) when the disk is given up, or is not used
+        for another reason than before, (None, what lies there) when it is taken for the first time, and (None, None)
+        when it is used again."""
         with self._changed:
             self._tell = tell
             for news in self._untold:

@@ -130,8 +130,8 @@ class ExtentStore:
             raise
 
     def open_in_time(self, patience_s: float) -> Kept | None:
-        """Open as `open` does, but wait no longer than `patience_s` seconds in all. Returns what is stored, or None if
-        the disk fails or does not answer in time. In the second case it is opened later, as soon as it answers.
+        """Open as `open` does, but wait no longer than `patience_s` seconds in all. Returns what is stored. If the disk
+        fails or does not answer in time, returns None, and the disk is opened later, as soon as it answers.
 
         Once it is open, it is given up when it misses a deadline or when reads fail one after the other. Then every
         call fails at once until the disk answers again. `listen` reports all these changes, and `problem` says why the
@@ -153,9 +153,9 @@ class ExtentStore:
             raise
 
     def listen(self, tell: Callable[[str | None, Kept | None], None]) -> None:
-        """Call `tell` at every change: with (problem, None) when the disk is given up, (None, what is stored) when it
-        is opened for the first time, and (None, None) when it is used again. It may be called by any thread. A store
-        that was opened by `open` never calls it."""
+        """Call `tell` at every change: with (problem, None) when the disk is given up, or is not used for another
+        reason than before, (None, what is stored) when it is opened for the first time, and (None, None) when it is
+        used again. It may be called by any thread. A store that was opened by `open` never calls it."""
         if self._watch is not None:
             self._watch.listen(tell)
 

@@ -28,7 +28,8 @@ class PinnedSessions(set[SessionName]):
 
 class DirtyBlocks:
     """The dirty blocks: blocks in DRAM that are still to be written to disk, each listed under the session with whose
-    blocks it is written. Saves adds them and WriteBehind removes them, on the engine's thread."""
+    blocks it is written. Saves, DiskLedger and WriteBehind add them, WriteBehind and SlotTier remove them, on the
+    engine's thread."""
 
     def __init__(self, *, has_disk: bool) -> None:
         """Begin empty. has_disk: whether there is a disk; without one no block is ever dirty."""

@@ -210,7 +210,7 @@ class Transfer:
 
     def layers_arrived(self, job_id: int) -> int:
         """Return how many layers of a load, counted from the first, are in HBM; all of them once the load has ended,
-        even if it has failed."""
+        even if it has failed. Returns 0 after `poll` has returned the load's end."""
         return self._loads.layers_arrived(job_id)
 
     def progress(self, job_id: int) -> LoadProgress | None:

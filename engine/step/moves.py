@@ -17,9 +17,9 @@ class StepMoves:
     """A mediator between the cache, which decides moves of KV between tiers, and the transfer, which makes them. The
     step calls it, on the engine's thread.
 
-    The KV rows that a step has computed are saved in DRAM only after its tokens are sent, because no token may wait for
-    that. Moves that are decided later come after these rows, because they may seal the slots of the rows (mark their
-    blocks as complete) or overwrite them.
+    Unless kernels have saved them already, the KV rows that a step has computed are saved in DRAM only after its tokens
+    are sent, because no token may wait for that. Moves that are decided later come after these rows, because they may
+    seal the slots of the rows (mark their blocks as complete) or overwrite them.
 
     Where kernels save KV rows by themselves, their blocks are sealed together at the end of an answer, as long as no
     turn comes or ends and HBM has room. Sealing them after each step would cost time: between two steps, threads of the

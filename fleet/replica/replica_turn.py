@@ -50,7 +50,7 @@ class ReplicaTurn:
 
     def admit(self, session_id: str | None, model: ModelInfo) -> str | None:
         """Return the id of the turn's session: `session_id`, or for a resumed answer that of the replica that began it.
-        Raises ApiError 409 if that replica has another model."""
+        Raises ApiError 409 if that replica has another model or another `model.exact`."""
         if self._resumed is None:
             return session_id
         self._resumed.check(model)

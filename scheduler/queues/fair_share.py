@@ -41,9 +41,10 @@ class FairShare:
     it have started. The request with the earliest virtual start goes first. Within a tenant, requests start in
     ascending order of `place`, a number that the caller gives each.
 
-    A common clock shows the earliest virtual start that there was when a request last started; it never goes back.
-    A tenant that had no requests waiting and gets one has its clock set forward to the common clock, if it shows less.
-    So a tenant saves up no claim while it has no requests, and a request of a tenant that comes seldom starts soon.
+    A common clock shows the earliest virtual start that there was when a request last started; it never goes back,
+    except that all clocks begin again at 0 when no request waits or runs. A tenant that had no requests waiting and
+    gets one has its clock set forward to the common clock, if it shows less. So a tenant saves up no claim while it has
+    no requests, and a request of a tenant that comes seldom starts soon.
 
     Adding or removing a request costs time for its tenant's requests alone. `first` is always exact. `upcoming` sorts
     the requests of all tenants after a change. If the change was only a new `place` or a corrected cost, and 128 or
