@@ -42,6 +42,8 @@ def _row(claim: Claim) -> str:
 
 def _missed(claim: Claim) -> str:
     """Return the aims of a claim's result that do not hold, or how many, where a table has no room for them."""
+    if not claim.num_aims:
+        return "has none"
     if len(claim.missed) > MOST_AIMS:
         return f"{len(claim.missed)} of {claim.num_aims}: see `held` in the file"
     return "; ".join(claim.missed).replace("|", "\\|")

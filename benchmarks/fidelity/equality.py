@@ -69,6 +69,7 @@ class Mode:
     settings: Mapping[str, str | int | float]
     round_of: int  # conversations that go round together
     from_tiers: tuple[str, ...]  # together they must serve most of the history
+    from_each: bool = False  # whether each of them must serve some of it
     at_once: int = 1
     window: int = WINDOW
     max_tokens: int = 16
@@ -95,11 +96,11 @@ _LITTLE = {"cache.disk_gib": 2}  # with DRAM for some blocks
 MODES = (
     Mode("dram", _DRAM, round_of=24, from_tiers=("dram",)),
     Mode("disk", _DISK, round_of=24, from_tiers=("disk",)),
-    Mode("mixed", _DISK, round_of=2, from_tiers=("hbm", "disk"), window=384),
+    Mode("mixed", _DISK, round_of=2, from_tiers=("hbm", "disk"), from_each=True, window=384),
     Mode("restart", _BOTH, round_of=60, from_tiers=("disk", "dram"), between="restart"),
     Mode("kill", _BOTH, round_of=60, from_tiers=("disk", "dram"), between="kill"),
     Mode("crowd", _LITTLE, round_of=24, from_tiers=("disk", "dram"), at_once=8, dram_blocks=10),
-    Mode("rotation", _LITTLE, round_of=8, from_tiers=("dram", "hbm"), dram_blocks=27),
+    Mode("rotation", _LITTLE, round_of=8, from_tiers=("dram", "hbm"), from_each=True, dram_blocks=27),
     Mode("cut-dram", _DRAM, round_of=12, from_tiers=("dram",), window=CUT_WINDOW, max_tokens=48),
     Mode("cut-disk", _DISK, round_of=12, from_tiers=("disk",), window=CUT_WINDOW, max_tokens=48),
 )
@@ -291,7 +292,7 @@ def verdicts(tallies: Mapping[str, Tally], planned: Mapping[str, int], exact: bo
     for mode in MODES:
         if mode.name in tallies:
             where = " and ".join(mode.from_tiers)
-            each = all(tallies[mode.name].share(tier) > 0.1 for tier in mode.from_tiers) or mode.name != "mixed"
+            each = all(tallies[mode.name].share(tier) > 0.1 for tier in mode.from_tiers) or not mode.from_each
             held[f"{mode.name}: most history from {where}"] = each and tallies[mode.name].share(*mode.from_tiers) > 0.5
     return held
 

@@ -63,7 +63,6 @@ def test_its_small_form_asks_for_options_that_there_are(name):
 def test_every_claim_can_be_measured_again():
     """The command of each takes its options still, and writes the result that was committed."""
     commands = {claim.result: claim.command for claim in claims()}
-    del commands["cpu_speed"]  # the program no longer runs llama.cpp, as docs/results/speed.md says
     for result, command in commands.items():
         _, _, module, *options = shlex.split(command)
         if module in ("benchmarks.fleet", "benchmarks.texts"):  # their first word names the program

@@ -71,7 +71,8 @@ def test_a_document_gets_the_numbers_of_its_claims_and_keeps_its_lines(tmp_path:
 @pytest.mark.parametrize(
     ("held", "said"),
     [
-        ({}, ""),
+        ({}, "has none"),
+        ({"right": True}, ""),
         ({"right": True, "at most 1.1 x": False}, "at most 1.1 x"),
         (dict.fromkeys("abc", False) | {"d": True}, "3 of 4: see `held` in the file"),
     ],

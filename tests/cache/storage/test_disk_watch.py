@@ -133,7 +133,7 @@ def test_an_automatic_size_is_measured_when_the_disk_answers(tmp_path: Path, dis
 
 
 def threads_of_disks() -> set[threading.Thread]:
-    """Those of other tests too, which may end late."""
+    """Return the threads of disks that live, also those of other tests, which may end late."""
     return {thread for thread in threading.enumerate() if thread.name.startswith("disk-")}
 
 
