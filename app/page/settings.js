@@ -95,6 +95,7 @@ function closed(dialog, result) {
     const { signal } = heard;
     dialog.addEventListener("submit", (event) => event.defaultPrevented || settle(event.submitter?.value ?? ""), { signal });
     dialog.addEventListener("cancel", () => settle(""), { signal });
-    dialog.addEventListener("close", () => settle(dialog.returnValue), { signal });
+    // While it is open the event is that of the question before, which came late.
+    dialog.addEventListener("close", () => dialog.open || settle(dialog.returnValue), { signal });
   });
 }
