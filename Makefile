@@ -142,8 +142,9 @@ check: setup  ## formatting, lint, types, import rules, documents
 	@$(MAKE) --no-print-directory docs
 	@echo "check: ok"
 
-docs:  ## the documents as a site in build/site, strictly
-	@$(MAKE) --no-print-directory setup EXTRAS='$(EXTRAS),docs'
+docs: setup  ## the documents as a site in build/site, strictly
+	@$(BIN)/python -c 'import material' 2>/dev/null \
+	  || $(BIN)/python -m pip install --quiet $(PIP_ARGS) --constraint constraints.txt mkdocs-material
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 format: setup  ## rewrite the sources as `check` wants them
