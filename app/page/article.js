@@ -76,8 +76,8 @@ export class Article {
       else if (this.#shownChars !== message.content.length) this.#drawWhole();
       if (message.thought || this.#thought) this.#drawThought(Boolean(isWriting) && !message.content);
     }
-    const state = [isLast, isWriting, hasProblem, message.end, message.limit, Boolean(message.content), versions.map(({ id }) => id)];
-    if (this.#state === JSON.stringify(state) && this.#strip?.report === message.report) return;
+    const state = [isLast, isWriting, hasProblem && isLast, message.end, message.limit, Boolean(message.content), versions.map(({ id }) => id)];
+    if (this.#state === JSON.stringify(state) && (this.#strip?.report ?? null) === (message.report ?? null)) return;
     this.#state = JSON.stringify(state);
     this.#drawEnding(isLast, isWriting, hasProblem);
     this.#drawStrip(isWriting);

@@ -87,6 +87,22 @@ def test_it_stays_at_its_end_while_the_rest_is_drawn(page: Any) -> None:
     assert answer.locator(".text").inner_text()
 
 
+def test_a_turn_changes_nothing_of_what_was_said_long_before(page: Any) -> None:
+    open_long(page)
+    wait_until(page, "document.querySelectorAll('.text.plain').length === 0")
+    page.evaluate("""() => {
+      window.changes = [];
+      const note = (records) => window.changes.push(...records.map(({ target }) => target.outerHTML));
+      const observer = new MutationObserver(note);
+      const before = [...document.querySelectorAll("article")].slice(0, -2);
+      for (const article of before) observer.observe(article, { childList: true, characterData: true, subtree: true });
+      window.before = before;
+    }""")
+    send(page, "And now?")
+    assert page.evaluate("window.changes") == []
+    assert page.evaluate("window.before.every(({ isConnected }) => isConnected)")
+
+
 def test_a_row_that_did_not_change_is_left_alone(page: Any, server: Served) -> None:
     page.evaluate(FILL, [40, 1])
     send(page, "The first one")
