@@ -150,6 +150,7 @@ class Intake:
             keep_first=request.keep_first_tokens,
             message_starts=request.message_starts,
             important=request.important,
+            begun_tokens=request.begun_tokens,
         )
         tokens = self._cache.requests.open(
             sequence_id,

@@ -14,7 +14,7 @@ from reprise.cache.stats import TokensBySource as TokensBySource
 from reprise.engine.config import EngineConfig
 from reprise.scheduler.sequence import SamplingParams as SamplingParams
 
-WIRE_VERSION = 14
+WIRE_VERSION = 15
 DIVERGENCE_BOUNDS = (1e-4, 2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0)
 """Upper bounds, in nats per token, of the buckets in which `CodecChecks` counts divergences."""
 MAX_HEAD_BYTES = 8 << 20  # largest head of a session: a context of 4 MiB, and the names of its extents
@@ -43,6 +43,7 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     keep_first_tokens: int = 0  # leading tokens that a truncation keeps: the system prompt
     message_starts: tuple[int, ...] = ()  # token offsets at which messages begin, increasing
     important: tuple[tuple[int, int], ...] = ()  # half-open token ranges that a truncation keeps
+    begun_tokens: int = 0  # tokens at the end of `token_ids` that begin the answer, as the client gave it
     shift: "Shift | None" = None  # the client dropped messages itself, and may be served from their saved KV
     weight: float = 1.0  # share of the engine it asks for, against requests of weight 1
     target_s: float | None = None  # its first token is wanted within so many seconds of its arrival in the engine

@@ -71,6 +71,7 @@ class Prepared:
     keep_first_tokens: int = 0
     message_starts: tuple[int, ...] = ()
     important: tuple[tuple[int, int], ...] = ()
+    begun_tokens: int = 0
     shift: Shift | None = None
     prompt_logprobs: int | None = None
     prediction: Sequence[int] = ()
@@ -91,6 +92,7 @@ class Prepared:
             keep_first_tokens=min(self.keep_first_tokens, len(self.token_ids)),
             message_starts=self.message_starts,
             important=self.important,
+            begun_tokens=self.begun_tokens,
             shift=self.shift,
             weight=weight,
             target_s=target_s,
@@ -208,6 +210,7 @@ async def prepare_chat(
         keep_first_tokens=_keep_first_tokens(request, prompt, _num_system(shown, places), cache.keep_first_tokens),
         message_starts=tuple(dict.fromkeys(prompt.starts[: len(messages)])),  # one may have no token
         important=_important_ranges(request, prompt.starts, places[added:]),
+        begun_tokens=len(prefix_ids),
         shift=None if cut is None else Shift(stream=cut.stream + prefix_ids, keep=cut.keep, resume=cut.resume),
         prediction=prediction[: model.max_context],
     )

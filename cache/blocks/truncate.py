@@ -13,6 +13,7 @@ ScoresOf = Callable[[Sequence[int]], Sequence[float] | None]
 """Returns how much each block is wanted, given the ascending offsets of their first tokens; None: the oldest are wanted
 least."""
 
+_MOST_EXTENSION = 0.25  # share of the window that a cut drops beyond `ratio` to end where a message begins
 _NEWEST_SHARE = 0.25  # share of the droppable blocks that is dropped last, whatever its scores: the newest
 
 
@@ -28,6 +29,7 @@ class CutRules:
     keep_first: int  # number of leading tokens that stay
     message_starts: tuple[int, ...]  # offsets at which messages begin, increasing
     important: tuple[Range, ...]  # ranges that stay if possible
+    begun_tokens: int = 0  # number of tokens at the end that begin the answer
 
 
 def reserved(max_tokens: int, window: int) -> int:
@@ -55,8 +57,9 @@ def plan_cut(
     None.
 
     Drops whole blocks of the earliest history after `keep_first`: `ratio` of the window, extended to where a message
-    begins (a block may hold the end of the previous message), or more if that is not enough. If there are scores, the
-    blocks with the least are dropped instead, and nothing is extended.
+    begins (a block may hold the end of the previous message) if that is near, or more if that is not enough. A message
+    that ends far away loses its beginning. If there are scores, the blocks with the least are dropped instead, and
+    nothing is extended.
 
     Never drops anything from `newest` on. If the rest cannot make room for `reserve` tokens, all of it that may be
     dropped is dropped, and the answer gets the room that is left. Raises DoesNotFit if there is no room for a single
@@ -83,8 +86,10 @@ def plan_cut(
         return _least_wanted(blocks, scores, -(-amount // BLOCK_TOKENS))
     end = _end_of(droppable, amount)
     place = bisect_left(starts, end)
-    if place < len(starts) and _dropped(droppable, _down(starts[place])) >= needed:
-        end = max(end, _down(starts[place]))
+    if place < len(starts):
+        boundary = _down(starts[place])
+        if _dropped(droppable, boundary) >= needed and boundary - end <= _MOST_EXTENSION * window:
+            end = max(end, boundary)
     return [(a, min(b, end)) for a, b in droppable if a < min(b, end)]
 
 

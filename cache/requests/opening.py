@@ -85,7 +85,10 @@ class ContextOpener:
         rules = context.cuts.rules
         if rules.allowed:
             starts = rules.message_starts
-            newest = starts[-1] if starts else len(context.cuts.stream) - 1
+            length = len(context.cuts.stream)
+            newest = starts[-1] if starts else length - 1
+            if rules.begun_tokens > self._truncation.window // 4:
+                newest = self._last_part(context, length)
             self._cut(context, reserve, newest)
             if self._recaller is not None and context.cuts.ranges:
                 self._recaller.recall(context, newest)
@@ -118,12 +121,15 @@ class ContextOpener:
         before = len(context.token_ids)
         context.cuts.stream = context.conversation
         length = len(context.cuts.stream)
-        # An answer longer than the window loses its own beginning, but never its last quarter window.
-        newest = max(context.cuts.rules.message_starts[-1] if context.cuts.rules.message_starts else 0,
-                     length - self._truncation.window // 4)  # fmt: skip
-        self._cut(context, max(1, self._truncation.window // 8), newest)
+        self._cut(context, max(1, self._truncation.window // 8), self._last_part(context, length))
         context.rows.reached = len(context.token_ids) - 1
         return before - len(context.token_ids)
+
+    def _last_part(self, context: RequestContext, length: int) -> int:
+        """Return the offset in a stream of `length` tokens up to which history may be dropped while an answer is
+        written. An answer longer than the window loses its own beginning, but never its last quarter window."""
+        starts = context.cuts.rules.message_starts
+        return max(starts[-1] if starts else 0, length - self._truncation.window // 4)
 
     def forget_unreadable(self, context: RequestContext) -> int:
         """Drop the recalled blocks that could not be read from a context, which has no pages now. Returns the number of
@@ -210,6 +216,7 @@ class ContextOpener:
             keep_first=rules.keep_first,
             message_starts=tuple(in_stream(start) for start in rules.message_starts),
             important=tuple((in_stream(a), in_stream(b - 1) + 1) for a, b in rules.important),
+            begun_tokens=rules.begun_tokens,
         )
         known = self._known_cuts(name, cut.stream)
         own = self._own_cuts(name, known)

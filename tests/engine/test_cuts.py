@@ -145,3 +145,34 @@ def test_a_recalled_block_that_cannot_be_loaded_leaves_the_context(path: Path) -
     assert answer.cached > cached - BLOCK_TOKENS, "all that was kept is still used"
     assert driver.engine.stats().load_failures == {"checksum": 1}
     driver.close()
+
+
+@pytest.mark.parametrize("length", [WINDOW - 1, WINDOW, 2 * WINDOW], ids=["nearly", "exactly", "over"])
+def test_an_answer_that_filled_the_window_goes_on_and_is_gone_on_from(path: Path, length: int) -> None:
+    driver = make(path)
+    question = random_ids(40, 1)
+    first = driver.ask("a", question, session="s", max_tokens=length - 40, ignore_eos=True, message_starts=(0,))
+    prompt = first.text
+    assert len(prompt) == length
+    begun = {"begun_tokens": len(prompt) - len(question)}
+    going_on = driver.ask("b", prompt, session="s", max_tokens=20, ignore_eos=True, message_starts=(0,), **begun)
+    assert going_on.error is None
+    assert going_on.report is not None
+    assert going_on.report.computed_tokens < BLOCK_TOKENS, "what is kept is not computed again"
+    starts = (0, len(question), len(going_on.text))
+    later = driver.ask("c", going_on.text + random_ids(10, 2), session="s", max_tokens=5, message_starts=starts)
+    assert later.report is not None
+    assert len(later.prompt) - later.report.truncated_tokens > WINDOW // 4, (
+        "the long answer is not forgotten as a whole"
+    )
+    driver.close()
+
+
+def test_a_long_answer_loses_its_beginning_alone(path: Path) -> None:
+    driver = make(path)
+    question, answer, more = random_ids(20, 1), random_ids(210, 2), random_ids(20, 3)
+    starts = (0, len(question), len(question) + len(answer))
+    asked = driver.ask("a", question + answer + more, max_tokens=20, message_starts=starts)
+    assert asked.report is not None
+    assert asked.report.truncated_tokens == WINDOW // 2
+    driver.close()

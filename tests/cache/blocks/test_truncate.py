@@ -61,6 +61,8 @@ def test_what_is_dropped_are_whole_blocks_and_enough_of_them(overflow):
     assert all(b <= a for (_, b), (a, _) in pairwise(cuts))
     assert cuts[0][0] >= options["keep_first"]
     assert cuts[-1][1] <= options["newest"]
+    most = max(needed, int(options["ratio"] * WINDOW)) + WINDOW // 4 + BLOCK_TOKENS
+    assert dropped < most or dropped == droppable, "no message is so long that all of it has to go"
     within = sum(max(0, min(b, y) - max(a, x)) for a, b in options["marked"] for x, y in cuts)
     assert not within or dropped >= min(needed, droppable), "marks are given up only for room"
 
@@ -98,6 +100,12 @@ def test_half_a_window_goes_up_to_where_a_message_begins():
     assert plan(600, starts=(0, 100, 300, 500)) == [(0, 288)]
     assert plan(600, keep_first=40, starts=(0, 40, 330, 500)) == [(64, 320)]
     assert plan(600, keep_first=40, marked=[(100, 101)]) == [(64, 96), (128, 352)]
+
+
+def test_a_long_message_loses_its_beginning_alone():
+    assert plan(600, starts=(0, 100, 580), newest=580) == [(0, 256)]
+    assert plan(600, starts=(0, 100, 384, 580), newest=580) == [(0, 384)]
+    assert plan(600, starts=(0, 100, 416, 580), newest=580) == [(0, 256)]
 
 
 def test_a_window_that_is_full_enough_is_left_alone():

@@ -234,3 +234,10 @@ async def test_a_history_that_the_client_shortened(
             assert request.token_ids == whole.token_ids[: request.shift.keep] + whole.token_ids[request.shift.resume :]
             assert request.session_id == "s"
             assert request.keep_first_tokens == request.shift.keep == request.message_starts[1]
+
+
+async def test_the_engine_learns_how_much_of_the_answer_is_there(running: Running):
+    assert (await submitted(running, [QUESTION])).begun_tokens == 0
+    request = await submitted(running, [QUESTION, ANSWER], continue_final_message=True)
+    begun = len(request.token_ids) - request.begun_tokens
+    assert pieces(running, request, begun)[1] == "Hello Jo."
