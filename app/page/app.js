@@ -165,7 +165,7 @@ function show(conversation, isStep = true, uncovers = true) {
   expect();
   drawList();
   if (uncovers) panels.close();
-  if (!NARROW.matches) composer.focus(); // on a phone that would bring up the keyboard
+  if (!NARROW.matches) composer.focus(); // it brings up a phone's keyboard
   else if (hadFocus && document.activeElement === document.body) element("thread").focus({ preventScroll: true }); // it was in what is gone
 }
 

@@ -40,7 +40,7 @@ export class Article {
     this.#text.textContent = message.content;
     this.#text.classList.toggle("plain", !mine);
     const label = h("h2", { class: "visually-hidden" }, NAMES[message.role]);
-    this.element = h("article", { class: `message ${mine ? "mine" : "theirs"}`, data: { id: message.id } }, label, this.#reading.element, this.#text, (message.folded ?? []).map(folded), this.#ending, this.#buttons);
+    this.element = h("article", { class: `message ${mine ? "mine" : "theirs"}`, data: { id: message.id } }, label, this.#text, this.#reading.element, (message.folded ?? []).map(folded), this.#ending, this.#buttons);
     if (message.thought) this.#drawThought(false);
   }
 

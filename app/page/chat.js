@@ -13,6 +13,7 @@ import { isWrittenElsewhere, replyWith } from "./writers.js";
 const KEEP_MS = 1000; // between two looks at an answer that grows, by which it is kept should the tab be closed
 const MAX_RUNNING = 3; // answers at once: each holds one of the six connections that a browser has to a server
 const REFUSED = new Set([400, 413, 422]); // however often it is sent
+const CHARS_PER_TOKEN = 4; // in English, about
 const READ_ONLY = "A program that calls tools has this conversation. It can be read here, but only the program can go on with it.";
 const ANOTHER_TAB = "Another tab writes an answer in this conversation. Go on when it is there, or stop it in that tab.";
 
@@ -208,6 +209,7 @@ export class Chat extends EventTarget {
 
   async #follow(writing, question) {
     const { conversation, answer, abort } = writing;
+    const { report: reportBefore, content: { length: charsBefore } } = answer;
     let failure = null;
     let keptAt = Date.now();
     const told = (state, progress = null) => {
@@ -228,7 +230,10 @@ export class Chat extends EventTarget {
     }
     this.#running = this.#running.filter((other) => other !== writing);
     const early = this.#early.get(answer.request_id);
-    if (!answer.report && early) answer.report = { tokens: tokensOf(early), ttft_ms: early.ttft_ms, saved_ms: early.saved_ms ?? null };
+    if (answer.report === reportBefore && early) {
+      const guessed = Math.round((answer.content.length - charsBefore) / CHARS_PER_TOKEN);
+      answer.report = { tokens: tokensOf(early), ttft_ms: early.ttft_ms, saved_ms: early.saved_ms ?? null, guessed_tokens: guessed };
+    }
     if (answer.report) answer.report.idle_ms = writing.idle_ms;
     delete answer.request_id;
     const refused = failure !== null && question !== null && (REFUSED.has(failure.status) || failure.code === "elsewhere") && !answer.content;

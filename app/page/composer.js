@@ -1,5 +1,7 @@
 // The field in which a message is written, its draft, and its buttons.
 
+import { NARROW } from "./panels.js";
+
 const DRAFT = "reprise.draft.";
 const NEW = "new"; // the draft of a conversation that has not begun
 const MAX_DRAFT_CHARS = 2_000_000; // of the five million that localStorage has; a longer one is gone with the tab
@@ -94,7 +96,7 @@ export class Composer extends EventTarget {
     const hadFocus = [element("stop"), element("send"), document.body].includes(document.activeElement);
     element("send").hidden = value;
     element("stop").hidden = !value;
-    if (changes && hadFocus) element(value ? "stop" : "send").focus();
+    if (changes && hadFocus) (value ? element("stop") : NARROW.matches ? element("send") : message).focus(); // a field brings a phone's keyboard
   }
 
   /** The model takes requests from now on. */

@@ -92,10 +92,12 @@ function draw(document_) {
     const entry = unfolding(h("details", { class: "operation" }, summary), () => body(operation));
     return { entry, text: `${method} ${path} ${operation.summary}`.toLowerCase() };
   }));
-  list.replaceChildren(...entries.map(({ entry }) => entry));
+  const none = h("p", { class: "muted", role: "status", hidden: true }, "No operation has all of these words.");
+  list.replaceChildren(none, ...entries.map(({ entry }) => entry));
   find.addEventListener("input", () => {
     const words = find.value.toLowerCase().split(/\s+/);
     for (const { entry, text } of entries) entry.hidden = !words.every((word) => text.includes(word));
+    none.hidden = entries.some(({ entry }) => !entry.hidden);
   });
 }
 

@@ -12,7 +12,7 @@ export function waitInWords(progress, place, age_ms) {
   const { prompt_tokens: whole, read_tokens: read, cached_tokens: cached, ahead, left_ms: left } = progress;
   if (ahead > 0) return `${ordinal(ahead + 1)} in the queue`;
   if (left !== null && left < WORTH_TELLING_MS) return null;
-  if (!read && cached) return place === "disk" ? "Fetching from disk" : "Fetching what is remembered";
+  if (!read && cached > whole / 2) return place === "disk" ? "Fetching from disk" : "Fetching what is remembered";
   const all = Math.max(0, whole - cached);
   const done = Math.min(all, Math.max(0, read - cached));
   if (!all) return null;

@@ -2,6 +2,7 @@
 
 import { idle } from "./backlog.js";
 import { h, icon, isolated, number } from "./dom.js";
+import { onDemand } from "./on_demand.js";
 import { stateInWords, timesOfEqual } from "./row_state.js";
 import { MAX_SHOWN } from "./server_list.js";
 import * as store from "./store.js";
@@ -250,8 +251,9 @@ export class Sidebar extends EventTarget {
   }
 
   async #searchTexts(query) {
-    await store.search(query, () => query === this.#query, (found) => {
-      this.#inTexts = found;
+    const found = await onDemand("search").catch(() => null); // without it names alone are searched
+    await found?.search(query, () => query === this.#query, (ids) => {
+      this.#inTexts = ids;
       this.draw(this.#current);
     });
   }

@@ -8,8 +8,6 @@ import { onDemand } from "./on_demand.js";
 
 const LAST = "reprise.last";
 export const FORMAT = 2; // 1: a plain list of messages, in localStorage
-const MAX_FOUND = 50;
-const READ_AT_ONCE = 16; // conversations, in a search
 const PATIENCE_MS = 5000; // at the start, with a database that a hanging disk keeps from answering
 const OLD_INDEX = "reprise.conversations";
 const OLD = "reprise.conversation.";
@@ -252,21 +250,9 @@ export function rename(id, title) {
   });
 }
 
-/** Look for a text, whatever its capitals, while `isWanted()`. `heard(ids)` is called with the ids of the conversations in
- * which it occurs, at most MAX_FOUND, the newest first, each time there are more. A few are read at a time, so that memory
- * holds only those. */
-export async function search(text, isWanted, heard) {
-  const wanted = text.toLowerCase();
-  const occursIn = (conversation) => conversation?.messages.some(({ content }) => content.toLowerCase().includes(wanted));
-  const ids = list().map(({ id }) => id);
-  const found = [];
-  for (let at = 0; at < ids.length && found.length < MAX_FOUND && isWanted(); at += READ_AT_ONCE) {
-    const some = ids.slice(at, at + READ_AT_ONCE);
-    const read = database ? await inDatabase("readonly", (stores) => Promise.all(some.map((id) => result(stores.conversations.get(id))))) : some.map((id) => unkept.get(id));
-    const more = some.filter((_, place) => occursIn(read[place]));
-    found.push(...more);
-    if (more.length && isWanted()) heard(found.slice(0, MAX_FOUND));
-  }
+/** Conversations by their ids, undefined where there is none. */
+export async function loadAll(ids) {
+  return database ? inDatabase("readonly", (stores) => Promise.all(ids.map((id) => result(stores.conversations.get(id))))) : ids.map((id) => unkept.get(id));
 }
 
 export function remove(id) {

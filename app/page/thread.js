@@ -33,9 +33,8 @@ export class Thread {
   }
 
   /** Draw what has changed. `messages`: those of the path. `forked`: {title} of the conversation that this one began as, or
-   * nothing. `cut`: {message, tokens, recalled} where the
-   * model's window begins, or null. `writing`: {answer, state, progress} or null. `versionsOf(message)`.
-   * `problem`: {text, mayHelp} or null. What is drawn already and still the same is left alone. */
+   * nothing. `cut`: as `cutOf` tells. `writing`: {answer, state, progress} or null. `versionsOf(message)`. `problem`:
+   * {text, mayHelp} or null. What is drawn already and still the same is left alone. */
   draw({ messages, forked, cut, writing, versionsOf, problem }) {
     const follows = this.#isAtEnd;
     this.#origin.hidden = !forked;
@@ -68,7 +67,8 @@ export class Thread {
       return;
     }
     const recalled = cut.recalled ? ` The last answer recalled ${number(cut.recalled)} of them.` : "";
-    this.#rule.textContent = `The model no longer reads what is above (${counted(cut.tokens, "token")}).${recalled}`;
+    const what = below === this.#articles[0] ? "the beginning of what is below" : "what is above";
+    this.#rule.textContent = `The model no longer reads ${what} (${counted(cut.tokens, "token")}).${recalled}`;
     if (below.element.previousElementSibling !== this.#rule) below.element.before(this.#rule);
   }
 
@@ -134,7 +134,7 @@ export class Thread {
     const facts = [
       ["hbm", "Every message you send makes a model read the whole conversation. Reprise keeps what it has read, so it reads only what is new."],
       ["dram", "What does not fit on the device stays in memory and on disk, and comes back while you wait for the first word."],
-      ["disk", "Close the tab, restart the server, take another device: the conversation goes on where it was. The line under every answer says what that saved and where its history came from."],
+      ["disk", "Close the tab, restart the server, take another device: the conversation goes on after its last answer. The line under every answer says what that saved and where its history came from."],
     ];
     const suggestions = SUGGESTIONS.map((text) =>
       h("button", { type: "button", on: { click: () => this.#actions.suggest(text) } }, text));

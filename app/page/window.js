@@ -10,16 +10,19 @@ const place = document.querySelector("#window");
 
 const isAnswer = ({ role, report }) => role === "assistant" && Boolean(report);
 
+/** Of a stopped answer it is a guess. */
+const completionTokens = ({ completion_tokens: told, guessed_tokens: guessed }) => told ?? guessed ?? 0;
+
 /** Tokens of the window that the conversation took at its last answer, or null if none is known. `messages`: its path. */
 export function usedTokens(messages) {
   const last = messages.findLast(isAnswer);
-  return last ? promptTokens(last.report.tokens) + (last.report.completion_tokens ?? 0) : null;
+  return last ? promptTokens(last.report.tokens) + completionTokens(last.report) : null;
 }
 
-/** {message, tokens, recalled}: the first message of which the model still reads something, how many tokens before it are
- * dropped, and how many of those the last answer had brought back; null while it reads all. Each answer's report says how many tokens came before it, so that the place is known to
- * a message. A system prompt, which the server keeps, counts as if it came first and were dropped: what stands below the
- * place is read, and of what is above at most so much as that prompt is long. */
+/** {message, tokens, recalled}: the first message of which the model still reads something, how many tokens are dropped, and
+ * how many of those the last answer had brought back; null while it reads all. Reports say how many tokens came before each
+ * answer; where they are missing, as another device's are, lengths tell. A system prompt, which the server keeps, counts as
+ * if it came first and were dropped: of what is above the place at most so much is read as that prompt is long. */
 export function cutOf(messages) {
   const last = messages.findLast(isAnswer)?.report;
   const tokens = last?.tokens.truncated ?? 0;
@@ -29,23 +32,35 @@ export function cutOf(messages) {
     if (!isAnswer(message)) continue;
     const before = promptTokens(message.report.tokens) + message.report.tokens.truncated;
     if (before > tokens) break;
-    first = before + (message.report.completion_tokens ?? 0) > tokens ? index : index + 1;
+    first = before + completionTokens(message.report) > tokens ? index : index + 1;
   }
-  return first && messages[first] ? { message: messages[first], tokens, recalled: last.recalled ?? 0 } : null;
+  const message = (first && messages[first]) || estimatedCut(messages, tokens);
+  return { message, tokens, recalled: last.recalled ?? 0 };
+}
+
+/** The first message that ends after so many tokens, if all characters had as many. */
+function estimatedCut(messages, tokens) {
+  const at = messages.findLastIndex(isAnswer);
+  const before = messages.slice(0, at).map(({ content, thought }) => content.length + (thought?.length ?? 0));
+  const perChar = (tokens + promptTokens(messages[at].report.tokens)) / Math.max(1, before.reduce((sum, chars) => sum + chars, 0));
+  let end = 0;
+  const place = before.findIndex((chars) => (end += chars * perChar) > tokens);
+  return messages[place < 0 ? at : place];
 }
 
 /** Draw how much of the window is taken. `size`: the model's, in tokens, null while it is unknown. */
 export function drawMeter(messages, size) {
-  const used = usedTokens(messages);
-  place.hidden = !size || used === null;
+  const told = usedTokens(messages);
+  place.hidden = !size || told === null;
   if (place.hidden) return;
-  const share = Math.min(1, used / size);
+  const used = Math.min(told, size); // what did not fit was dropped
+  const share = used / size;
   const fill = h("span", { class: "fill", data: { full: share >= NEARLY_FULL } });
   fill.style.width = `${Math.max(1, share * 100)}%`;
   const words = `${thousands(used)} of ${thousands(size)}`;
   place.title = `The model's window: ${number(used)} of ${counted(size, "token")}${share < NEARLY_FULL ? "" : ". It reads the beginning no more when it is full"}`;
   place.replaceChildren(
-    h("span", { class: "meter thin", role: "meter", "aria-label": "Window in use, in tokens", "aria-valuemin": 0, "aria-valuemax": size, "aria-valuenow": Math.min(used, size) }, fill),
+    h("span", { class: "meter thin", role: "meter", "aria-label": "Window in use, in tokens", "aria-valuemin": 0, "aria-valuemax": size, "aria-valuenow": used }, fill),
     h("span", { class: "small muted" }, words));
 }
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.app.fakes import Script, session_info
-from tests.page.browser import ANSWERS, answered, composer, plain, send
+from tests.page.browser import ANSWERS, answered, composer, plain, send, wait_until
 from tests.page.served import Served
 
 pytestmark = pytest.mark.servers
@@ -383,3 +383,11 @@ def test_axe_finds_nothing_in_cut_lost_and_waiting_answers(page: Any, server: Se
     page.get_by_role("button", name="Done").click()
     page.get_by_role("alert").filter(has_text="Top p: ").wait_for()
     assert found() == []
+
+
+def test_the_field_has_the_focus_after_an_answer_that_a_button_began(page: Any, server: Served) -> None:
+    send(page, "One")
+    page.get_by_role("button", name="Answer again").focus()
+    page.keyboard.press("Enter")
+    page.get_by_role("button", name="Version before").wait_for()
+    wait_until(page, "document.activeElement.id === 'message'")

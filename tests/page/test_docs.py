@@ -45,3 +45,12 @@ def test_axe_finds_nothing_serious(docs: Any, axe: str) -> None:
         docs.emulate_media(color_scheme=theme)
         found = docs.evaluate("axe.run().then(r => r.violations)")
         assert [f"{v['id']}: {v['nodes'][0]['html']}" for v in found if v["impact"] in ("serious", "critical")] == []
+
+
+def test_that_nothing_is_found_is_said(docs: Any) -> None:
+    none = docs.get_by_text("No operation has all of these words.")
+    assert not none.is_visible()
+    docs.get_by_label("Find").fill("zebra")
+    none.wait_for()
+    docs.get_by_label("Find").fill("chat")
+    none.wait_for(state="hidden")

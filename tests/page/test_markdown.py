@@ -210,3 +210,26 @@ def test_hostile_texts_take_no_time_and_lose_nothing(page: Any, text: str) -> No
     )
     assert ms < 5000  # quadratic ones took minutes; what takes a second is shown as it is
     assert shown <= len(text)
+
+
+def test_a_wide_table_is_scrolled_and_breaks_no_word(browser: Any, server: Served) -> None:
+    page = browser.new_page(viewport={"width": 390, "height": 844})
+    page.goto(server.url)
+    script = """async (text) => {
+      const { render } = await import("/page/markdown.js");
+      const box = document.createElement("div");
+      box.className = "text";
+      box.append(render(text));
+      const article = document.createElement("article");
+      article.className = "message theirs";
+      article.append(box);
+      document.querySelector("#thread").replaceChildren(article);
+      const heights = [...box.querySelectorAll("th")].map((cell) => cell.getBoundingClientRect().height);
+      return [Math.max(...heights), box.getBoundingClientRect().right <= innerWidth];
+    }"""
+    heads = "| " + " | ".join(f"Column {number}" for number in range(14)) + " |"
+    table = f"{heads}\n{'|---' * 14}|\n| {' | '.join(['12345.67'] * 14)} |"
+    height, fits = page.evaluate(script, table)
+    page.close()
+    assert fits
+    assert height < 60, "two lines at most: Column, and its number"

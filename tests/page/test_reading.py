@@ -40,6 +40,7 @@ def told(read: int, *, prompt: int = 5500, cached: int = 0, ahead: int = 0, left
         (told(0, cached=5400, left=800), "disk", 0, "Fetching from disk"),
         (told(0, cached=5400, left=800), None, 0, "Fetching what is remembered"),
         (told(0, cached=5400, left=100), "disk", 0, None),
+        (told(0, cached=8, left=9000), "disk", 0, "Reading 5,492 tokens … about 9 s"),
         (told(0, left=19_600), None, 0, "Reading 5,500 tokens … about 20 s"),
         (told(2090, left=12_200), None, 0, "Reading 5,500 tokens … 38 %, about 12 s"),
         (told(2090, left=12_200), None, 4000, "Reading 5,500 tokens … 38 %, about 8 s"),

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tests.app.fakes import WINDOW, Script
-from tests.page.browser import plain, send
+from tests.page.browser import of_the_page, plain, send, wait_until
 from tests.page.served import Served
 
 pytestmark = pytest.mark.servers
@@ -55,6 +55,64 @@ def test_a_window_that_is_nearly_full_says_what_comes(page: Any, server: Served)
     turn(page, server, "One", prompt=240)
     assert "reads the beginning no more" in page.locator("#window").get_attribute("title")
     assert page.get_by_role("meter", name="Window in use").locator("[data-full='true']").count() == 1
+
+
+@pytest.mark.parametrize(
+    ("reports", "truncated", "place"),
+    [
+        # Of three turns of 100 tokens each, as (prompt, answer) that the server has told; None: it has told nothing.
+        ([(50, 50), (150, 50), (250, 50)], 120, 2),
+        ([None, None, (250, 50)], 120, 2),
+        ([None, None, (250, 50)], 60, 1),
+        ([None, None, (250, 50)], 20, 0),
+        ([None, None, (18, 50)], 232, 4),
+        ([(50, 50), (150, 50), (250, 50)], 20, 0),
+        ([(50, 50), (150, 50), (250, 500)], 260, 4),
+    ],
+)
+def test_where_the_window_begins_is_found(page: Any, reports: Any, truncated: int, place: int) -> None:
+    look = of_the_page("""async ([reports, truncated]) => {
+      const { cutOf } = await import("/page/window.js");
+      const text = "x".repeat(200);
+      const messages = reports.flatMap((told, turn) => [
+        { role: "user", content: text },
+        { role: "assistant", content: text, report: told && {
+          tokens: { hbm: told[0] - (turn === 2 ? truncated : 0), dram: 0, disk: 0, redis: 0, computed: 0,
+                    truncated: turn === 2 ? truncated : 0 },
+          completion_tokens: told[1] } },
+      ]);
+      return messages.indexOf(cutOf(messages).message);
+    }""")
+    told = [report and list(report) for report in reports]
+    if told[-1][0] < truncated:  # what is told of the prompt is what was read
+        told[-1][0] += truncated
+    assert page.evaluate(look, [told, truncated]) == place
+
+
+def test_a_cut_in_the_first_message_is_told_above_it(page: Any, server: Served) -> None:
+    turn(page, server, "One", prompt=150, truncated=100)
+    assert plain(page.locator(".rule")) == "The model no longer reads the beginning of what is below (100 tokens)."
+    page.reload()
+    page.locator(".rule").wait_for()
+
+
+def test_a_stopped_answer_counts_in_the_meter(page: Any, server: Served) -> None:
+    script = server.engine.script
+    script.answer, script.step_s = "fox " * 200, 0.005
+    page.locator("#message").fill("Go on")
+    page.locator("#message").press("Enter")
+    written = "(document.querySelector('article.theirs .text')?.textContent.length ?? 0)"
+    wait_until(page, f"{written} > 200")
+    page.keyboard.press("Escape")
+    page.get_by_role("button", name="Continue").wait_for()
+    meter = page.get_by_role("meter", name="Window in use")
+    before = page.evaluate(written)
+    assert before / 4 < int(meter.get_attribute("aria-valuenow")) < before
+    page.get_by_role("button", name="Continue").click()
+    wait_until(page, f"{written} > {before + 200}")
+    page.keyboard.press("Escape")
+    page.get_by_role("button", name="Continue").wait_for()
+    assert int(meter.get_attribute("aria-valuenow")) > before / 4 + 50, "also of an answer that went on"
 
 
 def test_axe_finds_nothing_beside_the_rule(page: Any, server: Served, axe: str) -> None:
