@@ -13,8 +13,10 @@ _NUMBER = r"[\d,.]*\d(?: %)?"
 _HEAD = """# Results
 
 Every number is read from the file named after it, in `benchmarks/results/`, by `python -m benchmarks.claims`, which
-also puts it into the documents that repeat it. A file holds the command, the versions, the machine and every round. A
-commit that ends in `-dirty` had changes beside it that were not committed.
+also puts it into the documents that repeat it. A file holds the command, the versions, the machine, the rounds or their
+spread, and under `held` its aims and whether each is met. Machines of two cores are shared virtual ones. What `--data`
+names is [told](measuring.md#the-data-of-the-programs). A commit that ends in `-dirty` had changes beside it that were
+not committed.
 """
 
 
@@ -29,14 +31,16 @@ def results_page(claims: Sequence[Claim], detail: Sequence[tuple[str, str]]) -> 
             *(f"- {claim.marked} ([{claim.result}](#{claim.result}))" for claim in together),
         ]
     lines += ["", "## How they were measured", ""]
-    lines += ["The programs are named as they are called now.", ""]
+    lines += ["The programs are named as they are called now; a file may know one by an older name.", ""]
     lines += ["| file | measured by | on | date, commit | aims missed |", "|---|---|---|---|---|"]
     lines += [_row(claim) for claim in {claim.result: claim for claim in claims}.values()]
     return "\n".join(lines) + "\n"
 
 
 def _row(claim: Claim) -> str:
-    name = f'<a id="{claim.result}"></a>{claim.result}'  # sentences lead here
+    name = (
+        f'<a id="{claim.result}"></a>[{claim.result}](../benchmarks/results/{claim.result}.json)'  # sentences lead here
+    )
     return f"| {name} | `{claim.command}` | {claim.machine} | {claim.date}, {claim.commit} | {_missed(claim)} |"
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.claims.read import machine_of
-from benchmarks.figures import codecs, cpu, drafts, fleet, gpu, hierarchy, int8_pages, scheduling, truncation
+from benchmarks.figures import codecs, cpu, drafts, fleet, gpu, hierarchy, int8_pages, modes, scheduling, truncation
 from benchmarks.figures.panels import panels, save_panels, table, titled
 from benchmarks.harness.result_files import BLUE, DOCS, GREY, command_of, load
 
@@ -101,6 +101,7 @@ PAGES: dict[str, tuple[str, list[Section]]] = {
     "tiers": (
         "Tiers below HBM",
         [
+            Section("modes", modes.section),
             Section("replay_dialogues_smollm2", replay_section, "ttft_by_turn", draw_replay),
             Section("hierarchy", hierarchy.section, "hierarchy", hierarchy.draw),
         ],
@@ -114,7 +115,8 @@ PAGES: dict[str, tuple[str, list[Section]]] = {
             Section("selectors_speed_smollm2", codecs.selector_section),
             Section("selectors_smollm2", codecs.reading_section, "selectors", codecs.draw_selectors),
             Section("weights", codecs.weight_section),
-            Section("truncation_smollm2", truncation.section, "truncation", truncation.draw),
+            Section("truncation_text_smollm2", truncation.text_section, "truncation_text", truncation.draw_losses),
+            Section("truncation_smollm2", truncation.time_section, "truncation", truncation.draw_times),
         ],
     ),
     "scheduling": (

@@ -42,7 +42,8 @@ def section(result: dict[str, Any], machine: str) -> list[str]:
     return titled(
         "KV in HBM as int8",
         "![milliseconds a token by context](int8.png)",
-        f"{settings['model']}, {settings['rounds']} interleaved rounds, medians with the least and the greatest. "
+        f"{settings['model']}, {settings['rounds']} interleaved rounds, medians with the least and the greatest; "
+        "a ratio is the median of the rounds' own. "
         f"A token takes {sizes['int8']:,} bytes of HBM instead of {sizes['auto']:,}. Over {answers['scored_tokens']:,} "
         f"tokens of books, chats and WikiText-2 answers diverge by {answers['kl']:.5f} nats a token, "
         f"{1 - answers['same_choice']:.2%} have another most likely token, and perplexity changes by "

@@ -1,12 +1,13 @@
-"""Shows what a conversation costs and loses when it outgrows the window: a picture and a section of docs/results.md."""
+"""Shows what a conversation costs and loses when it outgrows the window: two pictures, and two sections of
+docs/results/texts.md."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
-from benchmarks.figures.panels import table, titled
+from benchmarks.figures.panels import panels, save_panels, table, titled
 from benchmarks.harness.result_files import BLUE, GREY
 
 RED = "#dc2626"
@@ -19,19 +20,23 @@ LABELS = {
 }
 
 
-def draw(result: dict[str, Any], out: Path) -> None:
-    """Draw the figure of truncation into `out`. Left: TTFT by turn of a conversation that keeps overflowing the window.
-    Right: perplexity after a cut."""
-    parts = result["parts"]
-    figure, axes = plt.subplots(1, 2, figsize=(13.0, 3.8), width_ratios=(1.6, 1.0))
-    for axis, name, panel in zip(axes, ("endless", "perplexity"), (_turns, _bars), strict=True):
-        panel(axis, parts[name])
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.grid(axis="y", alpha=0.3)
-        axis.legend(frameon=False, fontsize=8)
-    figure.tight_layout()
-    figure.savefig(out, dpi=150)
-    plt.close(figure)
+def draw_times(result: dict[str, Any], out: Path) -> None:
+    """Draw TTFT by turn of a conversation that keeps overflowing the window into `out`."""
+    _draw(_turns, result["parts"]["endless"], (8.0, 3.8), out)
+
+
+def draw_losses(result: dict[str, Any], out: Path) -> None:
+    """Draw perplexity after a cut, of each text and in each way, into `out`."""
+    _draw(_bars, result["parts"]["perplexity"], (6.0, 3.8), out)
+
+
+def _draw(
+    panel: Callable[[Axes, dict[str, Any]], None], part: dict[str, Any], size: tuple[float, float], out: Path
+) -> None:
+    figure, axes = panels(1, size)
+    panel(axes[0], part)
+    axes[0].legend(frameon=False, fontsize=8)
+    save_panels(figure, axes, out)
 
 
 def _turns(axis: Axes, endless: dict[str, Any]) -> None:
@@ -59,11 +64,11 @@ def _bars(axis: Axes, perplexity: dict[str, Any]) -> None:
     axis.set(title="Perplexity after a cut", ylabel="of TT's")
 
 
-def section(result: dict[str, Any], machine: str) -> list[str]:
-    """Return the lines of the section of docs/results/texts.md about conversations that outgrow the window. machine: a
-    line on where and when the result was measured."""
+def time_section(result: dict[str, Any], machine: str) -> list[str]:
+    """Return the lines of the section on what a conversation costs that outgrows the window. machine: a line on where
+    and when the result was measured."""
     parts = result["parts"]
-    endless, perplexity, names = (parts[name] for name in ("endless", "perplexity", "retrieval"))
+    endless = parts["endless"]
     turns = [
         (LABELS[name], _spread(arm["normal_ttft_ms"]), _spread(arm["overflow_ttft_ms"]),
          f"{arm['overflow_ratio']:.2f}", arm["cuts"], f"{arm['overflow_computed_tokens']:.0f}")
@@ -76,6 +81,22 @@ def section(result: dict[str, Any], machine: str) -> list[str]:
         for part, model in (("shortened", "SmolLM2-135M-Instruct"), ("shortened-125m", "125 M shape"))
         for summary in (parts[part]["summary"],)
     ]  # fmt: skip
+    return titled(
+        "Truncation: what it costs",
+        "![TTFT by turn](truncation.png)",
+        f"A conversation of {endless['summary']['AS']['turns']} turns with SmolLM2-135M-Instruct on a window of 1,024 "
+        "tokens, the whole history sent each turn; TTFT in ms, medians (least to most).",
+        table(" | ordinary turns | turns that overflow | ratio | cuts | tokens computed in a cut", turns),
+        "The client drops its oldest exchange each turn:",
+        table("model | prompt tokens | `client_shift`, ms | `recompute`, ms | ratio", shortened),
+        machine,
+    )
+
+
+def text_section(result: dict[str, Any], machine: str) -> list[str]:
+    """Return the lines of the section on what a conversation loses that outgrows the window. machine: as in
+    `time_section`."""
+    perplexity, names = (result["parts"][name] for name in ("perplexity", "retrieval"))
     interval = " ({:.3f} to {:.3f})"
     losses = [
         (text, *(f"{row['arms'][arm]['ppl']:.2f}"
@@ -85,15 +106,10 @@ def section(result: dict[str, Any], machine: str) -> list[str]:
     right = ", ".join(f"{name} {arm['accuracy']:.0%}" for name, arm in names["arms"].items() if name not in SIMILAR)
     return titled(
         "Truncation",
-        "![Truncation](truncation.png)",
-        f"A conversation of {endless['summary']['AS']['turns']} turns with SmolLM2-135M-Instruct on a window of 1,024 "
-        "tokens, the whole history sent each turn; TTFT in ms, medians (least to most).",
-        table(" | ordinary turns | turns that overflow | ratio | cuts | tokens computed in a cut", turns),
-        "The client drops its oldest exchange each turn:",
-        table("model | prompt tokens | `client_shift`, ms | `recompute`, ms | ratio", shortened),
+        "![Perplexity after a cut](truncation_text.png)",
         f"Perplexity of the {perplexity['scored_tokens']} tokens after a cut of a full window, "
         "float32; in brackets the 95 % interval of the ratio to TT's.",
-        table(f"text | {' | '.join(LABELS)}", losses),
+        table(f"text | {' | '.join(LABELS.values())}", losses),
         f"{names['questions']} names given before the cut and asked for after it, of {names['candidates']} candidates "
         f"each: {right}.",
         machine,

@@ -23,6 +23,7 @@ QUICK = ROOT / "build" / "quick"  # results of small forms; never committed
 DOCS = ROOT / "docs"
 PACKAGES = ("reprise-llm", "torch", "transformers", "openai", "fastapi", "uvicorn", "pyzmq")
 _NO_SOURCES = (":!benchmarks/results", ":!docs", ":!README.md")
+_FEATURES = {"avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16"}  # they decide which kernels run
 BLUE, GREY = "#2563eb", "#9ca3af"
 
 _FLEET = ("faults", "homes", "kills", "moves")
@@ -83,6 +84,9 @@ def describe_machine() -> dict[str, Any]:
     models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return {
         "cpu": models[0] if models else platform.processor(),
+        "cpu_features": sorted(
+            _FEATURES & {word for line in lines if line.startswith("flags") for word in line.split()}
+        ),
         "cores": os.cpu_count(),
         "usable_cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),

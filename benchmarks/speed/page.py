@@ -133,6 +133,7 @@ def measure_heap(page: Any, sends: int, run: Run) -> list[float]:
 def measure(run: Run) -> dict[str, Any]:
     arguments = run.arguments
     with served(run.directory) as server, chromium() as browser:
+        version = browser.version
         server.engine.script.answer = "Some **bold** words, and `code`. " * 20
         page = browser.new_page()
         page.goto(server.url)
@@ -171,6 +172,8 @@ def measure(run: Run) -> dict[str, Any]:
             "turns": TURNS,
             "long_turns": LONG_TURNS,
             "sends": arguments.sends,
+            "rounds": arguments.rounds,
+            "browser": f"Chromium {version}",
         },
         "ms": {name: {"median": medians[name], "max": max(times)} for name, times in spent.items()},
         "heap_mib": heap,

@@ -84,7 +84,7 @@ def test_the_page_says_where_and_when_it_was_measured_and_what_was_missed(
     lines = results_page([claim, claim], []).splitlines()
     assert lines.count("- **25 %** are wrong ([it](#it))") == 2
     row = f"| `python -m benchmarks.it` | 2 cores of Intel Xeon | 2026-01-02, abc | {said} |"
-    assert lines.count(f'| <a id="it"></a>it {row}') == 1
+    assert lines.count(f'| <a id="it"></a>[it](../benchmarks/results/it.json) {row}') == 1
 
 
 def test_the_results_page_is_made_of_the_results() -> None:
