@@ -62,6 +62,11 @@ class TextThread:
     async def _find_tools(self, key: bytes) -> Tools | None:
         return await asyncio.get_running_loop().run_in_executor(self._executor, self._transcripts.tools, key)
 
+    async def begun(self, prompt: PreparedPrompt, text: str) -> tuple[list[int], int]:
+        """Call `Transcripts.begun` after all that was recorded before."""
+        call = partial(self._transcripts.begun, prompt, text, now=time.time())
+        return await asyncio.get_running_loop().run_in_executor(self._executor, call)
+
     def record(self, prompt: PreparedPrompt, **fields: Any) -> None:
         """Queue the recording of an answer, and return at once. fields: further arguments of `Transcripts.record`. A
         failure is only logged."""

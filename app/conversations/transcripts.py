@@ -23,7 +23,7 @@ import base64
 import secrets
 import threading
 from array import array
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -196,6 +196,24 @@ class Transcripts:
             self._store.add(prompt, new, now=now, outline=self._outline(prompt, answer), messages=messages)
             if without_thoughts is not None:
                 self._store.add(*without_thoughts, now=now)
+
+    def begun(self, prompt: PreparedPrompt, text: str, *, now: float) -> tuple[list[int], int]:
+        """Find how an answer to this prompt was tokenized that begins as `text` does. Returns the recorded token ids of
+        the most that a recorded answer has in common with it, in whole tokens, and the number of characters of `text`
+        that they are: ([], 0) if there is none. What a damaged file holds may be other tokens: the caller compares."""
+        with self._lock:
+            answers = self._store.find_siblings(
+                before=prompt.chain, session_id=prompt.session_id, since=now - self._ttl_s
+            )
+        best: tuple[list[int], int] = ([], 0)
+        for answer in answers:
+            ends = answer.ends[: len(answer.token_ids)]
+            count = bisect_right(ends, common_chars(answer.text, text))
+            if count and ends[count - 1] > best[1]:
+                chars = ends[count - 1]
+                # Without tokens after it that complete no character.
+                best = answer.token_ids[: bisect_left(ends, chars) + 1].tolist(), chars
+        return best
 
     def tools(self, key: bytes) -> Tools | None:
         """Return the stored list of tools with this key (`offered.key_of`), in the order of keys in which the tenant

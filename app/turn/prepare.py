@@ -178,8 +178,11 @@ async def prepare_chat(
     closing = form.closing(end_of_prompt) if is_given else ""
     closing_ids = tokenizer.encode_continuation(closing) if closing else []
     in_thought = not closing and form.in_thought(end_of_prompt)
-    prefix_ids = closing_ids + (tokenizer.encode_plain(prefix, follows=True) if prefix else [])
-    begun = _text_of(tokenizer, closing_ids) + prefix
+    closed = _text_of(tokenizer, closing_ids)
+    begun = closed + prefix
+    prefix_ids = closing_ids
+    if prefix:
+        prefix_ids = await _prefix_ids(tokenizer, transcripts, prompt, closing_ids, closed, begun)
 
     def record(choice: Answer) -> None:
         transcripts.record(
@@ -343,6 +346,23 @@ def _callable_tools(request: ChatCompletionRequest) -> dict[str, dict[str, Any]]
     chosen = request.tool_choice.names if request.tool_choice is not None else None
     functions = {tool.function.name: tool.function.parameters or {} for tool in request.tools}
     return {name: functions[name] for name in chosen or functions}
+
+
+async def _prefix_ids(
+    tokenizer: ChatTokenizer,
+    transcripts: TextThread,
+    prompt: PreparedPrompt,
+    closing_ids: list[int],
+    closed: str,
+    begun: str,
+) -> list[int]:
+    """Return the token ids of an answer's beginning: as they were generated, for as far as an answer to the same prompt
+    is recorded that begins so, because other tokens of the same text would have to be computed. closed: the text of
+    `closing_ids`, with which `begun` begins."""
+    ids, chars = await transcripts.begun(prompt, begun)
+    if chars <= len(closed) or _text_of(tokenizer, ids) != begun[:chars]:
+        ids, chars = closing_ids, len(closed)
+    return ids + tokenizer.encode_plain(begun[chars:], follows=True) if begun[chars:] else ids
 
 
 def _text_of(tokenizer: ChatTokenizer, token_ids: list[int]) -> str:
