@@ -7,7 +7,7 @@ import { inWords, tokensOf } from "./provenance.js";
 import { waitInWords } from "./reading.js";
 import * as store from "./store.js";
 import { Thread } from "./thread.js";
-import { cutOf, drawMeter } from "./window.js";
+import { charsOf, cutOf, drawMeter } from "./window.js";
 import { isWrittenElsewhere, replyWith } from "./writers.js";
 
 const KEEP_MS = 1000; // between two looks at an answer that grows, by which it is kept should the tab be closed
@@ -209,7 +209,12 @@ export class Chat extends EventTarget {
 
   async #follow(writing, question) {
     const { conversation, answer, abort } = writing;
-    const { report: reportBefore, content: { length: charsBefore } } = answer;
+    const { report: reportBefore } = answer;
+    let charsBefore = 0;
+    const ask = () => {
+      charsBefore = charsOf(answer);
+      return this.#body(conversation, answer);
+    };
     let failure = null;
     let keptAt = Date.now();
     const told = (state, progress = null) => {
@@ -223,7 +228,7 @@ export class Chat extends EventTarget {
     };
     try {
       await this.#join(writing, question);
-      await followAnswer(answer, () => this.#body(conversation, answer), { signal: abort.signal, told });
+      await followAnswer(answer, ask, { signal: abort.signal, told });
     } catch (error) {
       if (abort.signal.aborted) answer.end = "stopped";
       else failure = error instanceof ApiError ? error : new ApiError(0, "The connection to the server was lost.", "connection", null);
@@ -231,10 +236,10 @@ export class Chat extends EventTarget {
     this.#running = this.#running.filter((other) => other !== writing);
     const early = this.#early.get(answer.request_id);
     if (answer.report === reportBefore && early) {
-      const guessed = Math.round((answer.content.length - charsBefore) / CHARS_PER_TOKEN);
-      answer.report = { tokens: tokensOf(early), ttft_ms: early.ttft_ms, saved_ms: early.saved_ms ?? null, guessed_tokens: guessed };
+      const guessed = Math.round((charsOf(answer) - charsBefore) / CHARS_PER_TOKEN);
+      answer.report = { tokens: tokensOf(early), ttft_ms: early.ttft_ms, saved_ms: early.saved_ms ?? null, guessed_tokens: guessed, recalled: reportBefore?.recalled ?? 0 };
     }
-    if (answer.report) answer.report.idle_ms = writing.idle_ms;
+    if (answer.report) Object.assign(answer.report, { idle_ms: writing.idle_ms, begun_chars: charsBefore });
     delete answer.request_id;
     const refused = failure !== null && question !== null && (REFUSED.has(failure.status) || failure.code === "elsewhere") && !answer.content;
     if ((failure || answer.end === "stopped") && !answer.content && !answer.thought) dropUnsaid(conversation, answer);

@@ -117,6 +117,8 @@ function reportFrom(report) {
     idle_ms: time(report.idle_ms),
     recalled: tokens(report.recalled),
     completion_tokens: tokens(report.completion_tokens),
+    guessed_tokens: tokens(report.guessed_tokens),
+    begun_chars: tokens(report.begun_chars),
     timings: Object.fromEntries(TIMINGS.map((name) => [name, time(report.timings?.[name])])),
   };
 }

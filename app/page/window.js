@@ -21,32 +21,29 @@ export function usedTokens(messages) {
 
 /** {message, tokens, recalled}: the first message of which the model still reads something, how many tokens are dropped, and
  * how many of those the last answer had brought back; null while it reads all. Reports say how many tokens came before each
- * answer; where they are missing, as another device's are, lengths tell. A system prompt, which the server keeps, counts as
- * if it came first and were dropped: of what is above the place at most so much is read as that prompt is long. */
+ * answer; between two of them lengths tell. A system prompt, which the server keeps, counts as if it came first and were
+ * dropped: of what is above the place at most so much is read as that prompt is long. */
 export function cutOf(messages) {
-  const last = messages.findLast(isAnswer)?.report;
-  const tokens = last?.tokens.truncated ?? 0;
+  const last = messages.findLast(isAnswer);
+  const tokens = last?.report.tokens.truncated ?? 0;
   if (!tokens) return null;
-  let first = 0;
+  const found = (message) => ({ message, tokens, recalled: last.report.recalled ?? 0 });
+  let end = 0; // tokens up to here
+  let next = 0; // message
   for (const [index, message] of messages.entries()) {
     if (!isAnswer(message)) continue;
+    const between = messages.slice(next, index).map((one) => [one, charsOf(one)]);
+    between.push([message, message.report.begun_chars ?? 0]); // which were in the prompt
     const before = promptTokens(message.report.tokens) + message.report.tokens.truncated;
-    if (before > tokens) break;
-    first = before + completionTokens(message.report) > tokens ? index : index + 1;
+    const perChar = Math.max(0, before - end) / between.reduce((sum, [, chars]) => sum + chars, 0);
+    for (const [one, chars] of between) if ((end += chars * perChar || 0) > tokens) return found(one);
+    end = before + completionTokens(message.report);
+    if (end > tokens || message === last) return found(message);
+    next = index + 1;
   }
-  const message = (first && messages[first]) || estimatedCut(messages, tokens);
-  return { message, tokens, recalled: last.recalled ?? 0 };
 }
 
-/** The first message that ends after so many tokens, if all characters had as many. */
-function estimatedCut(messages, tokens) {
-  const at = messages.findLastIndex(isAnswer);
-  const before = messages.slice(0, at).map(({ content, thought }) => content.length + (thought?.length ?? 0));
-  const perChar = (tokens + promptTokens(messages[at].report.tokens)) / Math.max(1, before.reduce((sum, chars) => sum + chars, 0));
-  let end = 0;
-  const place = before.findIndex((chars) => (end += chars * perChar) > tokens);
-  return messages[place < 0 ? at : place];
-}
+export const charsOf = ({ content, thought }) => content.length + (thought?.length ?? 0);
 
 /** Draw how much of the window is taken. `size`: the model's, in tokens, null while it is unknown. */
 export function drawMeter(messages, size) {

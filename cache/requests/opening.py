@@ -87,9 +87,12 @@ class ContextOpener:
             starts = rules.message_starts
             length = len(context.cuts.stream)
             newest = starts[-1] if starts else length - 1
-            if rules.begun_tokens > self._truncation.window // 4:
-                newest = self._last_part(context, length)
-            self._cut(context, reserve, newest)
+            try:
+                self._cut(context, reserve, newest)
+            except DoesNotFit:
+                if not rules.begun_tokens:
+                    raise
+                self._cut(context, reserve, self._last_part(context, length))  # as while it was written
             if self._recaller is not None and context.cuts.ranges:
                 self._recaller.recall(context, newest)
                 self._stats.recalled_tokens += context.cuts.recalled_tokens

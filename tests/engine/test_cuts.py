@@ -176,3 +176,18 @@ def test_a_long_answer_loses_its_beginning_alone(path: Path) -> None:
     assert asked.report is not None
     assert asked.report.truncated_tokens == WINDOW // 2
     driver.close()
+
+
+def test_an_answer_that_goes_on_drops_the_question_only_where_history_is_not_enough(path: Path) -> None:
+    driver = make(path)
+    history, question, answer = random_ids(64, 1), random_ids(32, 2), random_ids(156, 3)
+    starts, begun = (0, len(history)), len(answer)
+    text = history + question + answer
+    asked = driver.ask("a", text, max_tokens=32, message_starts=starts, begun_tokens=begun)
+    assert asked.report is not None
+    assert asked.report.truncated_tokens == len(history)
+    question, answer = random_ids(210, 4), random_ids(46, 5)
+    asked = driver.ask("b", question + answer, max_tokens=32, message_starts=(0,), begun_tokens=len(answer))
+    assert asked.error is None, "while it was written, the question could lose its beginning too"
+    assert driver.ask("c", question + answer, max_tokens=32, message_starts=(0,)).error is not None
+    driver.close()

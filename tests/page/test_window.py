@@ -60,33 +60,36 @@ def test_a_window_that_is_nearly_full_says_what_comes(page: Any, server: Served)
 @pytest.mark.parametrize(
     ("reports", "truncated", "place"),
     [
-        # Of three turns of 100 tokens each, as (prompt, answer) that the server has told; None: it has told nothing.
+        # What the server has told of the answers of turns of 100 tokens: (tokens before it, its own). None: nothing.
         ([(50, 50), (150, 50), (250, 50)], 120, 2),
+        ([(50, 50), (150, 50), (250, 50)], 160, 3),
+        ([(50, 50), (150, 50), (250, 50)], 20, 0),
+        ([(50, 50), (150, 50), (250, 500)], 260, 5),
         ([None, None, (250, 50)], 120, 2),
         ([None, None, (250, 50)], 60, 1),
         ([None, None, (250, 50)], 20, 0),
-        ([None, None, (18, 50)], 232, 4),
-        ([(50, 50), (150, 50), (250, 50)], 20, 0),
-        ([(50, 50), (150, 50), (250, 500)], 260, 4),
+        ([None, None, (250, 50)], 232, 4),
+        ([(50, 50), *[None] * 8, (950, 50)], 720, 14),
+        ([(50, 50), (150, 50, 150), (250, 50)], 20, 0),
+        ([(50, 50), (190, 10, 160)], 160, 3),
+        ([(50, 50), (190, 10, 160)], 120, 2),
     ],
 )
 def test_where_the_window_begins_is_found(page: Any, reports: Any, truncated: int, place: int) -> None:
     look = of_the_page("""async ([reports, truncated]) => {
       const { cutOf } = await import("/page/window.js");
       const text = "x".repeat(200);
-      const messages = reports.flatMap((told, turn) => [
-        { role: "user", content: text },
-        { role: "assistant", content: text, report: told && {
-          tokens: { hbm: told[0] - (turn === 2 ? truncated : 0), dram: 0, disk: 0, redis: 0, computed: 0,
-                    truncated: turn === 2 ? truncated : 0 },
-          completion_tokens: told[1] } },
-      ]);
+      const tokensOf = (read, truncated) => ({ hbm: read, dram: 0, disk: 0, redis: 0, computed: 0, truncated });
+      const messages = reports.flatMap((told, turn) => {
+        const dropped = turn === reports.length - 1 ? truncated : 0;
+        const [before, its, begun] = told ?? [];
+        const tokens = tokensOf(before - dropped, dropped);
+        const report = told && { tokens, completion_tokens: its, begun_chars: begun };
+        return [{ role: "user", content: text }, { role: "assistant", content: text, report }];
+      });
       return messages.indexOf(cutOf(messages).message);
     }""")
-    told = [report and list(report) for report in reports]
-    if told[-1][0] < truncated:  # what is told of the prompt is what was read
-        told[-1][0] += truncated
-    assert page.evaluate(look, [told, truncated]) == place
+    assert page.evaluate(look, [reports, truncated]) == place
 
 
 def test_a_cut_in_the_first_message_is_told_above_it(page: Any, server: Served) -> None:
