@@ -114,7 +114,12 @@ document.addEventListener("visibilitychange", () => {
     fleet?.goOn();
   }
 });
-feed.addEventListener("sessions", ({ detail: sessions }) => server.hear(sessions));
+feed.addEventListener("sessions", ({ detail: sessions }) => {
+  server.hear(sessions);
+  const { id } = chat.conversation;
+  const used = sessions.find((session) => session.id === id && !session.running)?.last_used_at * 1000;
+  if (used > server.get(id)?.updated && !chat.streaming) server.refreshSoon(); // another device may have gone on with it
+});
 const KEPT_BY_SERVER = element("kept-by-server").textContent;
 feed.addEventListener("state", ({ detail: { disk_problem: problem } }) => {
   element("kept-by-server").textContent = problem ? `The server keeps no new ones now: its disk has a problem, ${problem}.` : KEPT_BY_SERVER;

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from tests.app.fakes import Script, session_info
@@ -184,3 +185,20 @@ def test_nothing_is_sent_while_another_device_writes_an_answer(page: Any, server
     page.keyboard.press("Enter")
     answered(page, 2)
     assert kept(server, session) == mine(page) == ["One", "Two"]
+
+
+def test_what_another_device_says_is_shown_without_a_reload(page: Any, device: Any, server: Served) -> None:
+    send(page, "One")
+    session = server.engine.submitted[-1].session_id
+    info = session_info(session, last_used_s=time.time())
+    server.engine.kept["local", session] = info
+    page.reload()
+    answered(page, 1)
+    open_there(device, "One", 1)
+    for place, text in enumerate(["From there", "Once more"], 1):
+        send(device, text)
+        server.engine.kept["local", session] = msgspec.structs.replace(info, last_used_s=time.time() + place)
+        stats = server.engine.stats
+        server.engine.stats = msgspec.structs.replace(stats, steps=stats.steps + 1)
+        answered(page, 1 + place)
+        assert mine(page)[-1] == text
