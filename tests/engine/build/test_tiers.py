@@ -503,7 +503,7 @@ def test_an_edit_behind_a_cut_and_in_front_of_it(path: Path) -> None:
     assert first.report is not None
     assert second.report is not None
     assert second.report.truncated_tokens == first.report.truncated_tokens > 0
-    assert second.report.miss_reasons == {"disabled": 89, "diverged": 2, "new": 3}
+    assert second.report.miss_reasons == {"disabled": 185, "diverged": 2, "new": 3}
     driver = tiered(path, dram_bytes=100 * SLOT)
     first = driver.ask("a", random_ids(300, 8), message_starts=(0, 250), **options)
     again = driver.ask("b", first.prompt, message_starts=(0, 250), **options)
